@@ -1,0 +1,45 @@
+# Two ways in: `make demo` and `make test`. Both prepare .venv first; the second call finds its stamp and starts at once.
+# PYTHON=python3.13 chooses the interpreter; ARGS="…" goes to what is run, e.g. make demo ARGS="--releases 3".
+
+BIN := .venv/bin
+PYTHON ?=
+ARGS ?=
+export PYTHON
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint format kill-all schemas clean prepare-demo prepare-dev
+
+help:  ## what there is
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-10s %s\n", $$1, $$2}' Makefile
+
+demo: prepare-demo  ## a policy that learns while it serves, every version through the log
+	@$(BIN)/reef-bus demo $(ARGS)
+
+test: lint  ## lint, types, import rules, then the tests with a coverage report
+	@$(BIN)/python -m pytest -m "not slow" --cov --cov-report=term $(ARGS)
+
+lint: prepare-dev  ## ruff, mypy, import-linter
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+	@$(BIN)/lint-imports
+
+format: prepare-dev  ## let ruff write the layout that `make lint` asks for
+	@$(BIN)/ruff check --fix .
+	@$(BIN)/ruff format .
+
+kill-all: prepare-dev  ## every role killed at every event, once; prints the table
+	@$(BIN)/python -m tests.e2e.kill_all $(ARGS)
+
+schemas: prepare-dev  ## write schemas/ from reef_bus/events.py
+	@$(BIN)/python -m reef_bus.contracts schemas $(ARGS)
+
+clean:  ## remove .venv and what the tools left
+	@rm -rf .venv build dist htmlcov .coverage .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+	@find reef_bus consumers tests deploy -name __pycache__ -prune -exec rm -rf {} +
+
+prepare-demo:
+	@sh deploy/prepare.sh demo
+
+prepare-dev:
+	@sh deploy/prepare.sh demo dev

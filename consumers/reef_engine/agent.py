@@ -1,0 +1,202 @@
+"""The agent beside one engine: fences it, receives into it, proves what it holds, and lets it generate by the rule.
+
+Knows: its backend, the transports, its own fold. Must not know: the trainer, or whether a release should happen.
+Whoever generates, writes or hashes holds the memory lock; so nothing generates while weights change, and a fence that
+has the lock knows that generation has stopped and every older ingress is gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Sequence
+
+from reef_bus.artifacts import ArtifactStore, load_weights
+from reef_bus.backends import InferenceBackend
+from reef_bus.config import Config
+from reef_bus.core import reactions
+from reef_bus.core.effects import Debt, Fence, Join, Me, Receive, VerifyHead
+from reef_bus.core.serving import may_generate
+from reef_bus.core.world import World
+from reef_bus.errors import ContractError, TransferError
+from reef_bus.events import EngineFenced, EngineJoined, EngineLeft, Event, ReceiverFailed, ReceiverVerified, Recorded
+from reef_bus.journal import Beat
+from reef_bus.manifest import Manifest, describe, differences
+from reef_bus.runner import Role, blocking
+from reef_bus.transport import Ticket, Transport, transports
+
+log = logging.getLogger(__name__)
+
+
+class Fault:
+    """A switch for demonstrations: after the target with sequence `at` was received, flip one byte, once."""
+
+    def __init__(self, at: int = 0) -> None:
+        self.at = at
+
+    def strike(self, engine: InferenceBackend, load_id: str) -> None:
+        if self.at and int(load_id.rpartition(":")[2]) >= self.at:
+            self.at = 0
+            name, piece = sorted(engine.live().items())[-1]
+            piece.data[len(piece.data) // 2] ^= 0x01
+            log.warning("fault switch: flipped a bit of %s after receiving %s", name, load_id)
+
+
+class Agent(Role):
+    """One boot of an engine and its agent."""
+
+    name = "engine"
+
+    def __init__(
+        self, config: Config, me: Me, url: str, backend: InferenceBackend, store: ArtifactStore, fault: Fault
+    ) -> None:
+        super().__init__(me)
+        self.config = config
+        self.url = url
+        self.backend = backend
+        self.store = store
+        self.fault = fault
+        self.transports: dict[str, Transport] = transports(store)
+        self.memory = asyncio.Lock()
+        self.world = World()
+        self.open = asyncio.Event()
+        self.resumed_at = 0
+        self.served = 0
+
+    # -- serving
+
+    def folded(self, world: World, batch: Sequence[Recorded]) -> None:
+        self.world = world
+        if not may_generate(world, self.me.id, self.me.boot):
+            self.open.clear()
+        elif not self.open.is_set():
+            self.resumed_at, self.served = time.time_ns(), 0
+            self.open.set()
+
+    def beat(self) -> Beat:
+        return {"serving": self.serving(), "served": self.served}
+
+    def serving(self) -> str:
+        """The load id that this boot may generate with now, or an empty string."""
+        head = self.world.publications.head
+        return head.load_id if head and may_generate(self.world, self.me.id, self.me.boot) else ""
+
+    # -- effects
+
+    def react(self, world: World, now: int) -> Sequence[Debt]:
+        return reactions.engine(world, self.me, self.config.publication.deadlines)
+
+    async def perform(self, debt: Debt, scope: contextlib.AsyncExitStack) -> Event | None:
+        match debt.effect:
+            case Join():
+                return EngineJoined(
+                    engine=self.me.id,
+                    url=self.url,
+                    backend=self.config.inference.backend,
+                    accepts=self.config.inference.accepts,
+                )
+            case Fence() as effect:
+                return await self._fence(effect)
+            case Receive() as effect:
+                return await self._receive(effect)
+            case VerifyHead() as effect:
+                return await self._verify(effect)
+        raise AssertionError(debt.effect)
+
+    async def _fence(self, effect: Fence) -> Event:
+        began, head = time.monotonic(), self.world.publications.head
+        async with self.memory:
+            return EngineFenced(
+                engine=self.me.id,
+                publication=effect.publication,
+                attempt=effect.attempt,
+                previous=head.load_id if head and self.resumed_at else "",
+                resumed_at=self.resumed_at,
+                served=self.served,
+                stopped_ms=_ms(began),
+            )
+
+    async def _receive(self, effect: Receive) -> Event:
+        began = time.monotonic()
+        async with self.memory:
+            try:
+                self.resumed_at = 0
+                target = Manifest.decode(await blocking(self.store.get, effect.manifest))
+                moved = await self._move(effect, target)
+                self.fault.strike(self.backend, effect.load_id)
+                found: Manifest = await blocking(describe, self.backend.live())
+            except (TransferError, ContractError) as error:
+                cause = error.cause if isinstance(error, TransferError) else "artifact"
+                return self._failed(effect, cause, str(error))
+            if found.digest != effect.manifest:
+                return self._failed(effect, "digest", differences(target, found)[0], found.digest)
+        return self._verified(effect.load_id, found, "received", moved, began, effect.publication, effect.attempt)
+
+    async def _move(self, effect: Receive, target: Manifest) -> int:
+        if effect.transport not in self.transports:
+            raise TransferError("protocol", f"transport {effect.transport!r} is not one of {sorted(self.transports)}")
+        return await self.transports[effect.transport].receive(
+            Ticket(effect.transport, effect.address, effect.token),
+            target,
+            self.backend.live(),
+            publication=effect.publication,
+            attempt=effect.attempt,
+            stall_s=effect.stall_s,
+        )
+
+    async def _verify(self, effect: VerifyHead) -> Event:
+        """From memory if that hashes to the head, else by loading its artifact and hashing again."""
+        began, method, moved = time.monotonic(), "memory", 0
+        async with self.memory:
+            found: Manifest = await blocking(describe, self.backend.live())
+            if found.digest != effect.manifest:
+                method = "artifact"
+                try:
+                    target = Manifest.decode(await blocking(self.store.get, effect.manifest))
+                    moved = await blocking(load_weights, self.store, effect.weights.digest, self.backend.live(), target)
+                except (TransferError, ContractError) as error:
+                    return EngineLeft(engine=self.me.id, reason=f"cannot load the head {effect.load_id}: {error}")
+                found = await blocking(describe, self.backend.live())
+                if found.digest != effect.manifest:
+                    why = f"the head {effect.load_id} was loaded, but {differences(target, found)[0]}"
+                    return EngineLeft(engine=self.me.id, reason=why)
+        return self._verified(effect.load_id, found, method, moved, began)
+
+    def _verified(
+        self,
+        load_id: str,
+        found: Manifest,
+        method: str,
+        moved: int,
+        began: float,
+        publication: str = "",
+        attempt: int = 0,
+    ) -> Event:
+        return ReceiverVerified(
+            engine=self.me.id,
+            publication=publication,
+            attempt=attempt,
+            load_id=load_id,
+            manifest=found.digest,
+            method=method,
+            tensors=len(found.tensors),
+            bytes=moved,
+            ms=_ms(began),
+        )
+
+    def _failed(self, effect: Receive, cause: str, detail: str, observed: str = "") -> Event:
+        return ReceiverFailed(
+            engine=self.me.id,
+            publication=effect.publication,
+            attempt=effect.attempt,
+            load_id=effect.load_id,
+            cause=cause,
+            detail=detail,
+            observed=observed,
+        )
+
+
+def _ms(began: float) -> float:
+    return round((time.monotonic() - began) * 1000, 3)

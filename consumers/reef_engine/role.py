@@ -1,0 +1,65 @@
+"""The engine as a process: backend, agent and endpoint put together.
+
+Knows: configuration and what to build. Must not know: anything that happens afterwards.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+
+from aiohttp import web
+
+from consumers.reef_engine.agent import Agent, Fault
+from consumers.reef_engine.server import Server
+from reef_bus import process
+from reef_bus.artifacts import ArtifactStore
+from reef_bus.backends import InferenceBackend
+from reef_bus.config import Config
+from reef_bus.core.effects import Me
+from reef_bus.http import listen
+from reef_bus.journal import Journal
+from reef_bus.runner import Role, blocking
+
+
+async def _build(config: Config, journal: Journal, me: Me, stack: contextlib.AsyncExitStack) -> Role:
+    backend: InferenceBackend = await blocking(_backend, config)
+    stack.callback(backend.close)
+    store = ArtifactStore(config.folder("artifacts"))
+    app = web.Application()
+    agent = Agent(config, me, "", backend, store, _fault(me.id))
+    server = Server(agent, config.inference.max_batch)
+    app.add_routes(server.routes())
+    agent.url = await listen(app, config.inference.host, 0, stack)
+    worker = asyncio.create_task(server.work())
+    worker.add_done_callback(_died)
+    stack.callback(worker.cancel)
+    return agent
+
+
+def _died(worker: asyncio.Task[None]) -> None:
+    """An engine that cannot generate any more is no engine: end the process, so that a new boot can take over."""
+    if not worker.cancelled() and worker.exception():
+        asyncio.get_running_loop().call_exception_handler(
+            {"message": "generation failed", "exception": worker.exception()}
+        )
+        os._exit(process.DEFECT)
+
+
+def _backend(config: Config) -> InferenceBackend:
+    from consumers.reef_engine.torch_backend import TorchEngine
+
+    engine = TorchEngine()
+    engine.start()
+    return engine
+
+
+def _fault(engine: str) -> Fault:
+    name, _, sequence = os.environ.get(process.FAULT, "").partition("@")
+    return Fault(int(sequence) if name == engine else 0)
+
+
+def run(config: Config, id_: str) -> int:
+    """Run one engine in this process; returns its exit status."""
+    return process.run(id_, config, _build)

@@ -1,0 +1,1 @@
+"""HTTP front door: answers requests, hands out receipts, records what was said."""

@@ -1,0 +1,242 @@
+"""The gateway: chat requests in, recorded answers with receipts out; reports; status.
+
+Knows: HTTP and how to answer a client's mistake. Must not know: weights, training, or how a release comes about.
+It writes nothing to LOG. A request waits while engines are fenced; it never fails for that.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import math
+import os
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+import aiohttp
+import msgspec
+from aiohttp import web
+
+from consumers.reef_gateway.chat import Call, parse, response
+from consumers.reef_gateway.recorder import Recorder
+from consumers.reef_gateway.router import Router
+from reef_bus import process, views
+from reef_bus.artifacts import ArtifactStore
+from reef_bus.backends import Generated
+from reef_bus.config import Config
+from reef_bus.core.effects import Debt, Me
+from reef_bus.core.serving import serving
+from reef_bus.core.world import World
+from reef_bus.errors import ReefError, Rejected, Unavailable
+from reef_bus.events import Event, InferenceRecorded, Recorded
+from reef_bus.http import listen
+from reef_bus.journal import Journal
+from reef_bus.runner import Role
+from reef_bus.samples import TokenRow
+from reef_bus.tokens import decode
+
+log = logging.getLogger(__name__)
+
+RECEIPT, SCENARIO, LOAD_ID, ENGINE = "x-reef-agent-record-id", "x-reef-scenario", "x-reef-load-id", "x-reef-engine"
+TAG = "x-reef-tag-"
+MAX_TAGS, MAX_TAG_BYTES = 16, 256
+
+
+class ReportRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The body of POST /reef/report. `agent_record_id` makes a repeat recognisable; without it the references do."""
+
+    score: float
+    references: list[str]
+    feedback: str = ""
+    metadata: dict[str, Any] = {}
+    agent_record_id: str | None = None
+
+
+class Gateway(Role):
+    """One gateway process."""
+
+    name = "gateway"
+
+    def __init__(self, config: Config, me: Me, router: Router, recorder: Recorder) -> None:
+        super().__init__(me)
+        self.config = config
+        self.router = router
+        self.recorder = recorder
+
+    def react(self, world: World, now: int) -> Sequence[Debt]:
+        return ()
+
+    async def perform(self, debt: Debt, scope: contextlib.AsyncExitStack) -> Event | None:
+        raise AssertionError(f"a gateway owes nothing, and was asked for {debt.effect}")
+
+    def folded(self, world: World, batch: Sequence[Recorded]) -> None:
+        self.router.moved(world)
+
+    # -- routes
+
+    def routes(self) -> list[web.RouteDef]:
+        return [
+            web.post("/v1/chat/completions", self.chat),
+            web.post("/reef/report", self.report),
+            web.get("/v1/models", self.models),
+            web.get("/reef/status", self.status),
+            web.get("/healthz", self.healthz),
+            web.get("/readyz", self.readyz),
+        ]
+
+    async def chat(self, request: web.Request) -> web.Response:
+        scenario = self._scenario(request)
+        call = parse(await request.read(), self.config.model)
+        tags = _tags(request)
+        try:
+            async with asyncio.timeout(self.config.gateway.timeout_s):
+                answer = await self.router.generate(call.prompt)
+                if _hung_up(request):
+                    return web.Response(status=499, reason="client closed request")
+                record = await self._record(scenario, call, answer, tags)
+        except TimeoutError as error:
+            raise Unavailable(
+                f"no answer within {self.config.gateway.timeout_s:g} s; `reef-bus status` says why"
+            ) from error
+        ids, logprobs = answer.completion.ids, answer.completion.logprobs
+        body = response(call, record, int(time.time()), ids, logprobs)
+        return web.json_response(
+            body, headers={RECEIPT: record, SCENARIO: scenario, LOAD_ID: answer.load_id, ENGINE: answer.engine}
+        )
+
+    async def _record(self, scenario: str, call: Call, answer: Generated, tags: dict[str, str]) -> str:
+        done = answer.completion
+        blob, row = await self.recorder.row(
+            TokenRow(
+                prompt=call.prompt.ids,
+                answer=done.ids,
+                logprobs=done.logprobs,
+                load_ids=(answer.load_id,) * len(done.ids),
+            )
+        )
+        event = InferenceRecorded(
+            scenario=scenario,
+            record=f"rec-{os.urandom(8).hex()}",
+            engine=answer.engine,
+            boot=answer.boot,
+            load_id=answer.load_id,
+            as_of=answer.as_of,
+            done_as_of=answer.done_as_of,
+            prompt=decode(call.prompt.ids),
+            answer=decode(done.ids),
+            prompt_tokens=len(call.prompt.ids),
+            answer_tokens=len(done.ids),
+            temperature=call.prompt.temperature,
+            blob=blob,
+            row=row,
+            tags=tags,
+        )
+        await self.recorder.answer(event)
+        return event.record
+
+    async def report(self, request: web.Request) -> web.Response:
+        scenario = self._scenario(request)
+        report = _report(await request.read())
+        id_, duplicate = await self.recorder.report(
+            scenario,
+            report.agent_record_id,
+            tuple(report.references),
+            report.score,
+            report.feedback,
+            report.metadata,
+        )
+        return web.json_response({"agent_record_id": id_, "duplicate": duplicate})
+
+    async def models(self, request: web.Request) -> web.Response:
+        return web.json_response({"object": "list", "data": [{"id": self.config.model, "object": "model"}]})
+
+    async def status(self, request: web.Request) -> web.Response:
+        return web.json_response(views.status(self.router.world, time.time_ns(), self.config.policy()))
+
+    async def healthz(self, request: web.Request) -> web.Response:
+        return web.json_response({"ok": True, "boot": self.me.boot})
+
+    async def readyz(self, request: web.Request) -> web.Response:
+        engines = [engine.id for engine in serving(self.router.world)]
+        return web.json_response({"ready": bool(engines), "engines": engines}, status=200 if engines else 503)
+
+    def _scenario(self, request: web.Request) -> str:
+        scenario = request.headers.get(SCENARIO, self.config.scenario)
+        if scenario != self.config.scenario:
+            raise Rejected(
+                f"scenario {scenario!r} is not known here; this deployment has {self.config.scenario!r}", 404
+            )
+        return scenario
+
+
+def _report(body: bytes) -> ReportRequest:
+    try:
+        report = msgspec.json.decode(body, type=ReportRequest)
+    except msgspec.ValidationError as error:
+        raise Rejected(f"the report does not fit: {error}") from error
+    except msgspec.DecodeError as error:
+        raise Rejected(f"the body is not JSON: {error}") from error
+    if not report.references or len(set(report.references)) != len(report.references):
+        raise Rejected("references must name at least one receipt, and none twice")
+    if not math.isfinite(report.score):
+        raise Rejected(f"score is {report.score}; expected a finite number")
+    return report
+
+
+def _tags(request: web.Request) -> dict[str, str]:
+    tags = {k.lower().removeprefix(TAG): v for k, v in request.headers.items() if k.lower().startswith(TAG)}
+    if len(tags) > MAX_TAGS or any(len(key) + len(value) > MAX_TAG_BYTES for key, value in tags.items()):
+        raise Rejected(f"at most {MAX_TAGS} {TAG}… headers of {MAX_TAG_BYTES} bytes each")
+    return tags
+
+
+def _hung_up(request: web.Request) -> bool:
+    return request.transport is None or request.transport.is_closing()
+
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+@web.middleware
+async def errors(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """A client's mistake gets a 4xx that says what was wrong, in the form that OpenAI's clients read."""
+    try:
+        return await handler(request)
+    except Rejected as error:
+        return _error(error.status, "invalid_request_error", str(error))
+    except web.HTTPRequestEntityTooLarge as error:
+        return _error(413, "invalid_request_error", f"the body is too large: {error.text}")
+    except web.HTTPException as error:
+        return _error(error.status, "invalid_request_error", f"{request.method} {request.path}: {error.reason}")
+    except Unavailable as error:
+        return _error(503, "unavailable", str(error))
+    except ReefError as error:
+        log.exception("%s %s", request.method, request.path)
+        return _error(500, "internal_error", str(error))
+
+
+def _error(status: int, kind: str, message: str) -> web.Response:
+    return web.json_response({"error": {"message": message, "type": kind, "code": status}}, status=status)
+
+
+async def _build(config: Config, journal: Journal, me: Me, stack: contextlib.AsyncExitStack) -> Role:
+    recorder = Recorder(journal, ArtifactStore(config.folder("artifacts")), f"gateway/{me.id}", me.boot)
+    await recorder.start(stack)
+    session = await stack.enter_async_context(
+        aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=None, sock_connect=5)
+        )
+    )
+    gateway = Gateway(config, me, Router(session), recorder)
+    app = web.Application(middlewares=[errors], client_max_size=config.gateway.max_body_bytes)
+    app.add_routes(gateway.routes())
+    url = await listen(app, config.gateway.host, config.gateway.port, stack)
+    log.info("listening on %s", url)
+    return gateway
+
+
+def run(config: Config, id_: str) -> int:
+    """Run a gateway in this process; returns its exit status."""
+    return process.run(id_, config, _build)

@@ -1,0 +1,98 @@
+"""Finds an engine that may generate, by the serving rule of its own fold, and asks it; waits while there is none.
+
+Knows: the fold and engines' endpoints. Must not know: chat formats or records.
+A request is routed by boot, never by address, and is asked again elsewhere when an engine goes away: an answer that
+nobody recorded was never given.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Any
+
+import aiohttp
+import msgspec
+
+from reef_bus.backends import BOOT_HEADER, Generated, Prompt
+from reef_bus.core.membership import Engine
+from reef_bus.core.serving import live, serving
+from reef_bus.core.world import World
+from reef_bus.errors import Rejected
+
+log = logging.getLogger(__name__)
+
+BACK_OFF_S = 0.05
+"""After an engine refused or broke off; doubles up to a second."""
+
+
+class Router:
+    """Routes to the engine with the fewest requests in flight."""
+
+    def __init__(self, session: aiohttp.ClientSession) -> None:
+        self.session = session
+        self.world = World()
+        self.in_flight: dict[str, int] = {}
+        self._gone: dict[str, asyncio.Future[None]] = {}
+        self._moved = asyncio.Event()
+
+    def moved(self, world: World) -> None:
+        """The fold has moved: wake who waits for an engine, and free who waits for one that is out."""
+        self.world = world
+        self._moved.set()
+        self._moved = asyncio.Event()
+        current = {engine.boot for engine in world.membership.engines.values() if live(world, engine)}
+        for boot in [boot for boot in self._gone if boot not in current]:
+            self._gone.pop(boot).set_result(None)
+
+    async def generate(self, prompt: Prompt) -> Generated:
+        """An answer by a release that this fold shows committed. Waits as long as the caller lets it."""
+        pause = BACK_OFF_S
+        while True:
+            engine = await self._engine()
+            answer = await self._ask(engine, prompt)
+            if answer and await self._holds(answer):
+                return answer
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, 1.0)
+
+    async def _engine(self) -> Engine:
+        while True:
+            moved = self._moved
+            found = serving(self.world)
+            if found:
+                return min(found, key=lambda engine: self.in_flight.get(engine.boot, 0))
+            await moved.wait()
+
+    async def _ask(self, engine: Engine, prompt: Prompt) -> Generated | None:
+        """The engine's answer, or None when it refused, broke off, or was replaced or excluded meanwhile."""
+        gone = self._gone.setdefault(engine.boot, asyncio.get_running_loop().create_future())
+        asked = asyncio.ensure_future(self._post(engine, prompt))
+        self.in_flight[engine.boot] = self.in_flight.get(engine.boot, 0) + 1
+        try:
+            either: set[asyncio.Future[Any]] = {asked, gone}
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            return asked.result() if asked.done() else None
+        except (aiohttp.ClientError, msgspec.DecodeError, OSError) as error:
+            log.info("%s boot %s: %s; asking again", engine.id, engine.boot, type(error).__name__)
+            return None
+        finally:
+            asked.cancel()
+            self.in_flight[engine.boot] -= 1
+            if not self.in_flight[engine.boot]:
+                del self.in_flight[engine.boot]
+
+    async def _post(self, engine: Engine, prompt: Prompt) -> Generated | None:
+        async with self.session.post(
+            f"{engine.url}/generate", data=msgspec.json.encode(prompt), headers={BOOT_HEADER: engine.boot}
+        ) as reply:
+            body = await reply.read()
+            if reply.status == 400:
+                raise Rejected(f"the engine cannot serve this: {body.decode(errors='replace')[:200]}")
+            return msgspec.json.decode(body, type=Generated) if reply.status == 200 else None
+
+    async def _holds(self, answer: Generated) -> bool:
+        """The load id that the answer names is a committed release: checked again, on a fold as far as the engine's."""
+        while self.world.seq < answer.as_of:
+            await self._moved.wait()
+        return answer.load_id in self.world.publications.releases

@@ -1,0 +1,1 @@
+"""Drives publications: decides from the log, appends, touches no weights."""

@@ -1,0 +1,70 @@
+"""A publisher: targets, aborts, commits, refuses and halts, by appending alone. Run as many as you like.
+
+Knows: the fold and whose heartbeats it has missed. Must not know: weights, engines' addresses, or other publishers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Sequence
+
+from reef_bus import process
+from reef_bus.config import Config
+from reef_bus.core import reactions
+from reef_bus.core.effects import Debt, Me
+from reef_bus.core.world import World
+from reef_bus.events import Event
+from reef_bus.journal import Beat, Journal
+from reef_bus.runner import Role
+
+
+class Heartbeats:
+    """Which boots were not heard for too long. Silence counts only while this process could have heard them."""
+
+    def __init__(self, journal: Journal, lapse_s: float) -> None:
+        self.journal = journal
+        self.lapse_s = lapse_s
+        self._heard: dict[str, float] = {}
+        self._listening = time.monotonic()
+
+    def hear(self, beat: Beat) -> None:
+        self._heard[str(beat.get("boot"))] = time.monotonic()
+
+    def silent(self, boots: Sequence[str]) -> frozenset[str]:
+        now = time.monotonic()
+        if not self.journal.connected():
+            self._listening = now
+        for boot in boots:
+            self._heard.setdefault(boot, now)
+        self._heard = {boot: self._heard[boot] for boot in boots}
+        return frozenset(b for b in boots if now - max(self._heard[b], self._listening) > self.lapse_s)
+
+
+class Publisher(Role):
+    """One publisher process."""
+
+    name = "publisher"
+
+    def __init__(self, config: Config, me: Me, heartbeats: Heartbeats) -> None:
+        super().__init__(me)
+        self.policy = config.policy()
+        self.heartbeats = heartbeats
+
+    def react(self, world: World, now: int) -> Sequence[Debt]:
+        boots = [engine.boot for engine in world.membership.engines.values()]
+        return reactions.publisher(world, self.policy, now, self.heartbeats.silent(boots))
+
+    async def perform(self, debt: Debt, scope: contextlib.AsyncExitStack) -> Event | None:
+        raise AssertionError(f"a publisher only appends, and was asked for {debt.effect}")
+
+
+async def _build(config: Config, journal: Journal, me: Me, stack: contextlib.AsyncExitStack) -> Role:
+    heartbeats = Heartbeats(journal, config.publication.deadlines.heartbeat_s)
+    await journal.beats(heartbeats.hear)
+    return Publisher(config, me, heartbeats)
+
+
+def run(config: Config, id_: str) -> int:
+    """Run a publisher in this process; returns its exit status."""
+    return process.run(id_, config, _build)

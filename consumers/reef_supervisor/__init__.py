@@ -1,0 +1,1 @@
+"""Starts, watches and rebuilds the components of one deployment."""

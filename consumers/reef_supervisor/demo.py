@@ -1,0 +1,382 @@
+"""`reef-bus demo`: a policy that learns while it serves, on one machine, every version through the log.
+
+Knows: how to play the harness over a deployment, and when it has shown enough. Must not know: any role's inside.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import collections
+import contextlib
+import json
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import psutil
+from reef_bus.audit import read_history
+from reef_bus.core.invariants import Audit, check
+
+from consumers.reef_supervisor.deployment import CONFIG_FILE, Deployment, deployment
+from consumers.reef_supervisor.harness import GROUP_SIZE, Answer, Harness, harness
+from consumers.reef_supervisor.role import components
+from consumers.reef_supervisor.screen import Screen
+from consumers.reef_supervisor.tally import Tally
+from reef_bus.artifacts import ArtifactStore
+from reef_bus.config import Config, Nats, Publication, Training, load
+from reef_bus.core.effects import Deadlines, Restarts
+from reef_bus.core.serving import serving
+from reef_bus.core.world import World
+from reef_bus.errors import Rejected, Unavailable
+from reef_bus.events import CATALOGUE, Recorded
+from reef_bus.process import FAULT
+
+CONCURRENCY = 64
+TARGET, RELEASES = 0.9, 12
+MARGIN = 0.03  # training stops when a release's mean is this far above the target, so that fresh answers are too
+MEASURED = 128  # answers that a release's mean is taken over, before it is believed
+FINAL, FINAL_EACH, FINAL_MOST = 96, 16, 512
+QUIET_S = 0.5
+SAMPLE_S = 0.5
+
+
+class Kills:
+    """`--kill ROLE@EVENT`: SIGKILL when the event appears in the log, once each."""
+
+    def __init__(self, orders: Sequence[str], since: int) -> None:
+        self.since = since
+        self.waiting = collections.deque(tuple(order.split("@", 1)) for order in orders)
+        self.done: list[dict[str, Any]] = []
+
+    def see(self, running: Deployment, recorded: Recorded) -> None:
+        for order in list(self.waiting):
+            component, event = order
+            if event == recorded.name and recorded.time >= self.since and component in _alive(running):
+                self.waiting.remove(order)
+                self.done.append({"component": component, "event": event, "seq": recorded.seq})
+                running.kill(component)
+                return
+
+
+def _alive(running: Deployment) -> set[str]:
+    children = running.supervisor.children
+    return {"nats", *(name for name, child in children.items() if child.poll() is None)}
+
+
+class Demo:
+    """One run: figures, kills, and the phases from the first answer to the audit."""
+
+    def __init__(self, args: argparse.Namespace, config: Config) -> None:
+        self.args = args
+        self.config = config
+        self.began = time.monotonic()
+        now = time.time_ns()
+        self.tally = Tally(now)
+        self.kills = Kills(args.kill, now)
+        self.screen = Screen(self.tally, quiet=args.json)
+        self.running: Deployment | None = None
+        self.answers = 0
+        self.first_answer_s = 0.0
+        self.rss = 0
+
+    # -- what the deployment's fold shows
+
+    def watch(self, world: World, batch: Sequence[Recorded]) -> None:
+        for recorded in batch:
+            self.tally.see(recorded)
+            if self.running:
+                self.kills.see(self.running, recorded)
+
+    # -- phases
+
+    async def run(self) -> int:
+        extra = {self.args.flip.partition("@")[0]: {FAULT: self.args.flip}} if self.args.flip else {}
+        with self.screen:
+            async with deployment(self.config, self.watch, extra) as running:
+                self.running = running
+                self.screen.say(f"nats-server at {running.config.nats.url}, gateway at {running.url}")
+                async with harness(running.url, self.config.model, time.time_ns()) as client:
+                    async with self._background(running):
+                        summary = await self._phases(running, client)
+        return self._finish(summary)
+
+    @contextlib.asynccontextmanager
+    async def _background(self, running: Deployment) -> AsyncIterator[None]:
+        task = asyncio.create_task(self._measure(running))
+        try:
+            yield
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    async def _measure(self, running: Deployment) -> None:
+        """Memory of all processes together, and the screen."""
+        while True:
+            self.screen.show(running.world, self.answers)
+            total = psutil.Process().memory_info().rss
+            for pid in running.pids():
+                with contextlib.suppress(psutil.Error):
+                    total += psutil.Process(pid).memory_info().rss
+            self.rss = max(self.rss, total)
+            await asyncio.sleep(SAMPLE_S)
+
+    async def _phases(self, running: Deployment, client: Harness) -> dict[str, Any]:
+        try:
+            async with asyncio.timeout(self.args.timeout):
+                await self._first_answer(running, client)
+                final: list[Answer] = []
+                while not final:
+                    await self._train(running, client)
+                    await self._settle(running)
+                    final = await self._final(running, client)
+        except TimeoutError as error:
+            raise Unavailable(
+                f"not done after {self.args.timeout:g} s: {len(self.tally.committed)} releases, reward "
+                f"{self.screen.last():.2f}; see {self.config.state_dir}/logs"
+            ) from error
+        seconds = time.monotonic() - self.began
+        history = await read_history(running.journal, ArtifactStore(running.config.folder("artifacts")))
+        audit = check(history.log, history.records, history.batches)
+        return self._summary(running, audit, final, seconds)
+
+    async def _first_answer(self, running: Deployment, client: Harness) -> None:
+        asked = asyncio.ensure_future(client.exchange("7", {"phase": "first"}, train=False))
+        either: set[asyncio.Future[Any]] = {asked, running.failure}
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        if running.failure.done():
+            asked.cancel()
+            running.failure.result()
+        self.tally.answer(await asked)
+        self.first_answer_s = time.monotonic() - self.began
+        self.screen.say(f"first answer after {self.first_answer_s:.1f} s")
+
+    async def _train(self, running: Deployment, client: Harness) -> None:
+        """Serve, score and report until there are enough releases and the newest is good enough."""
+        client.start(CONCURRENCY)
+        while not self._enough(running.world):
+            with contextlib.suppress(TimeoutError):
+                self._count(await asyncio.wait_for(client.answers.get(), 1.0))
+            _raise_first(client.failed(), running)
+        await client.stop()
+        while not client.answers.empty():
+            self._count(client.answers.get_nowait())
+
+    def _count(self, answer: Answer) -> None:
+        self.answers += 1
+        self.tally.answer(answer)
+
+    def _enough(self, world: World) -> bool:
+        head = world.publications.head
+        if head is None or len(self.tally.committed) < self.args.releases or self.kills.waiting:
+            return False
+        mean = self.tally.reward(head.load_id, MEASURED)
+        return self.args.target is None or (mean is not None and mean > min(1.0, self.args.target + MARGIN))
+
+    async def _settle(self, running: Deployment) -> None:
+        """Nobody asks any more: wait until what is on its way has arrived and every engine serves the head."""
+        quiet = 0.0
+        while quiet < QUIET_S:
+            await asyncio.sleep(0.1)
+            _raise_first(None, running)
+            quiet = quiet + 0.1 if _idle(running.world, self.config) else 0.0
+
+    async def _final(self, running: Deployment, client: Harness) -> list[Answer]:
+        """Fresh answers by the final release, from every engine; empty when they are not good enough yet."""
+        head = running.world.publications.head
+        assert head is not None
+        answers: list[Answer] = []
+        while not _spread(answers, self.config):
+            if len(answers) >= FINAL_MOST:
+                raise Unavailable(f"{FINAL_MOST} answers, and not {FINAL_EACH} of every engine")
+            digits = [str(number % 10) for number in range(FINAL // 3)]
+            answers += await asyncio.gather(*(client.exchange(d, {"phase": "final"}, train=False) for d in digits))
+        wrong = {answer.load_id for answer in answers} - {head.load_id}
+        if wrong:
+            raise Unavailable(f"final answers name {sorted(wrong)}, the head is {head.load_id}")
+        good = self.args.target is None or _mean(answers) > self.args.target
+        return answers if good else []
+
+    # -- result
+
+    def _summary(self, running: Deployment, audit: Audit, final: list[Answer], seconds: float) -> dict[str, Any]:
+        incarnation = running.world.incarnation
+        first = self.tally.reward(f"{incarnation}:0")
+        return {
+            "releases": audit.releases,
+            "engines": len(running.world.membership.engines),
+            "receivers_verified": audit.receivers_verified,
+            "reward_first": round(first, 4) if first is not None else None,
+            "reward_last": round(_mean(final), 4),
+            "seconds_to_first_answer": round(self.first_answer_s, 2),
+            "seconds": round(seconds, 2),
+            "fence_ms_p50": self.tally.fence_ms(),
+            "publish_to_serving_ms_p50": self.tally.serving_ms(),
+            "transfer_bytes": self.tally.bytes,
+            "records": audit.records,
+            "log_events": audit.log_events,
+            "void_events": audit.void_events,
+            "audit_violations": len(audit.violations) + self._disagreement(audit, final),
+            "kills": self.kills.done,
+            "resumed": self.args.resume is not None,
+            "rss_mib_peak": round(self.rss / 2**20),
+            "violations": [violation.text for violation in audit.violations],
+        }
+
+    def _disagreement(self, audit: Audit, final: list[Answer]) -> int:
+        """1 unless the audit, from the log alone, finds the mean reward that the harness saw."""
+        raise NotImplementedError
+
+    def _finish(self, summary: dict[str, Any]) -> int:
+        good = self.args.target is None or summary["reward_last"] > self.args.target
+        done = good and not summary["audit_violations"] and not self.kills.waiting
+        if self.args.json:
+            print(json.dumps(summary))
+            return 0 if done else 1
+        _print(summary, self.args, self.config, done)
+        return 0 if done else 1
+
+
+def _raise_first(error: BaseException | None, running: Deployment) -> None:
+    if error:
+        raise error
+    if running.failure.done():
+        running.failure.result()
+
+
+def _idle(world: World, config: Config) -> bool:
+    pending = [c for c in world.training.selected[-8:] if c not in world.publications.ended]
+    busy = world.training.job or world.publications.open or pending
+    return not busy and len(serving(world)) == len(config.inference.engines)
+
+
+def _spread(answers: list[Answer], config: Config) -> bool:
+    counts = collections.Counter(answer.engine for answer in answers)
+    return len(answers) >= FINAL and all(counts[engine] >= FINAL_EACH for engine in config.inference.engines)
+
+
+def _mean(answers: list[Answer]) -> float:
+    return sum(answer.reward for answer in answers) / len(answers)
+
+
+def _print(summary: dict[str, Any], args: argparse.Namespace, config: Config, done: bool) -> None:
+    print()
+    for key, value in summary.items():
+        if key not in ("violations", "kills"):
+            print(f"  {key.replace('_', ' '):26} {value}")
+    for kill in summary["kills"]:
+        print(f"  killed {kill['component']:19} at {kill['event']} (event {kill['seq']})")
+    for violation in summary["violations"]:
+        print(f"  VIOLATION {violation}")
+    print(
+        f"\n{'done' if done else 'FAILED'}: every release was proven in every engine's memory before it served.\n"
+        if done
+        else "\nFAILED\n"
+    )
+    kept = args.keep or args.resume
+    where = config.state_dir if kept else "reef-demo"
+    if not kept:
+        print("  reef-bus demo --keep reef-demo           keep the log and the weights; then:")
+    print(f"  reef-bus log --tail 20 --state {where}    what was said, event by event")
+    print(f"  reef-bus audit --state {where}            every invariant, from the log alone")
+    if kept:
+        print(f"  reef-bus demo --resume {where}            go on from here")
+
+
+# -- command line
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the demo; returns its exit status."""
+    args = _parser().parse_args(argv)
+    _check(args)
+    temporary = None if args.keep or args.resume else tempfile.mkdtemp(prefix="reef-demo-")
+    try:
+        config = _config(args, temporary)
+        return asyncio.run(Demo(args, config).run())
+    finally:
+        if temporary:
+            shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="reef-bus demo", description="A policy that learns while it serves, every version through the log."
+    )
+    parser.add_argument(
+        "--releases",
+        type=int,
+        metavar="N",
+        help=f"stop after N releases, whatever the reward ({RELEASES} and the target)",
+    )
+    parser.add_argument(
+        "--target", type=float, metavar="R", help=f"mean reward to reach (default {TARGET}, unless --releases is given)"
+    )
+    parser.add_argument("--keep", metavar="DIR", help="keep the state folder there; it must not hold a deployment yet")
+    parser.add_argument("--resume", metavar="DIR", help="go on from a kept state folder")
+    parser.add_argument(
+        "--kill",
+        metavar="ROLE@EVENT",
+        action="append",
+        default=[],
+        help="SIGKILL a role when the event appears; repeatable",
+    )
+    parser.add_argument(
+        "--flip", metavar="ENGINE@N", help="flip one bit of that engine's weights after it received release N"
+    )
+    parser.add_argument("--timeout", type=float, default=240.0, metavar="S", help="give up after S seconds (240)")
+    parser.add_argument("--seed", type=int, default=0, help="of the base model and of the order of batches (0)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object on the last line of stdout")
+    return parser
+
+
+def _check(args: argparse.Namespace) -> None:
+    roles = [*components(Config()), "nats"]
+    for order in args.kill:
+        component, _, event = order.partition("@")
+        if component not in roles:
+            raise Rejected(f"--kill {order}: role {component!r} is not one of {', '.join(roles)}")
+        if event not in CATALOGUE:
+            raise Rejected(f"--kill {order}: event {event!r} is not one of {', '.join(CATALOGUE)}")
+    if args.flip and not (args.flip.partition("@")[0] in roles and args.flip.partition("@")[2].isdigit()):
+        raise Rejected(f"--flip {args.flip}: expected ENGINE@N, such as engine-1@3")
+    if args.keep and args.resume:
+        raise Rejected("--keep is for a new state folder, --resume for one that was kept; give one of them")
+    if args.target is None and args.releases is None:
+        args.target = TARGET
+    if args.releases is None:
+        args.releases = 1 if args.resume else RELEASES
+
+
+def _config(args: argparse.Namespace, temporary: str | None) -> Config:
+    if args.resume:
+        path = Path(args.resume, "run", CONFIG_FILE)
+        if not path.exists():
+            raise Rejected(
+                f"--resume {args.resume}: no deployment there; `reef-bus demo --keep {args.resume}` makes one"
+            )
+        config = load(path)
+        return msgspec.structs.replace(config, nats=Nats(), state_dir=args.resume)
+    folder = temporary or args.keep
+    if Path(folder, "run", CONFIG_FILE).exists():
+        raise Rejected(
+            f"--keep {folder}: it holds a deployment already; `reef-bus demo --resume {folder}` goes on from it"
+        )
+    return Config(
+        deployment="demo",
+        state_dir=folder,
+        training=Training(seed=args.seed, group_size=GROUP_SIZE),
+        publication=Publication(
+            deadlines=Deadlines(fence_s=10.0, sender_s=20.0, stall_s=5.0, verify_s=10.0, heartbeat_s=6.0)
+        ),
+        supervision=Restarts(max_restarts=max(3, len(args.kill)), window_s=300.0, delay_s=0.2),
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,145 @@
+"""The supervisor of one machine: starts a deployment's processes, sees them end, starts them again within the budget.
+
+Knows: processes that it started itself. Must not know: what any of them does. It signals nothing that it does not own.
+The embedded server's own death is the one thing that the log cannot be told first: it is started again at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from reef_bus import process
+from reef_bus.config import Config, dump
+from reef_bus.core import reactions
+from reef_bus.core.effects import Debt, Join, Me, StartComponent
+from reef_bus.core.void import RULES
+from reef_bus.core.world import World
+from reef_bus.embedded import NatsServer, die_with_parent
+from reef_bus.errors import ContractError, Unavailable
+from reef_bus.events import ComponentStarted, Event, LogOpened
+from reef_bus.journal import Journal
+from reef_bus.runner import Role, blocking
+
+log = logging.getLogger(__name__)
+
+STOP_S = 10.0
+WATCH_S = 0.05
+MAX_SERVER_STARTS = 20  # of the embedded server, per supervisor: beyond, its disk or its port is broken
+
+
+def components(config: Config) -> dict[str, str]:
+    """Component id → role, in the order in which they are started."""
+    engines = dict.fromkeys(config.inference.engines, "engine")
+    return {"trainer": "trainer", **engines, "publisher": "publisher", "gateway": "gateway"}
+
+
+class Supervisor(Role):
+    """One supervisor process and the children that it owns."""
+
+    name = "supervisor"
+
+    def __init__(
+        self, config: Config, path: Path, me: Me, extra: Mapping[str, Mapping[str, str]] | None = None
+    ) -> None:
+        """`path` is the configuration's file, as children read it; `extra` is more environment per component, given
+        to its first process only."""
+        super().__init__(me)
+        self.config = config
+        self.path = path
+        self.extra = dict(extra or {})
+        self.roles = components(config)
+        self.children: dict[str, subprocess.Popen[bytes]] = {}
+        self.stopping = False
+
+    def react(self, world: World, now: int) -> Sequence[Debt]:
+        if self.stopping:
+            return ()
+        exits = {name: child.poll() for name, child in self.children.items()}
+        return reactions.supervisor(world, tuple(self.roles), exits, self.config.supervision, now)
+
+    async def perform(self, debt: Debt, scope: contextlib.AsyncExitStack) -> Event | None:
+        match debt.effect:
+            case Join():
+                return LogOpened(incarnation=os.urandom(8).hex(), rules=RULES)
+            case StartComponent(component=name, starts=starts):
+                return ComponentStarted(component=name, pid=self._start(name), starts=starts)
+        raise AssertionError(debt.effect)
+
+    def _start(self, name: str) -> int:
+        command = [sys.executable, "-m", "reef_bus.cli", "run", self.roles[name], "-c", str(self.path), "--id", name]
+        with (self.config.folder("logs") / f"{name}.log").open("ab") as out:
+            self.children[name] = child = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                preexec_fn=die_with_parent,
+                env={**os.environ, "OMP_NUM_THREADS": "1", **self.extra.pop(name, {})},
+            )
+        return child.pid
+
+    def kill(self, name: str) -> None:
+        """SIGKILL a child of ours, as a crash would."""
+        self.children[name].kill()
+
+    def pids(self) -> list[int]:
+        return [child.pid for child in self.children.values() if child.poll() is None]
+
+    async def stop(self) -> None:
+        """End every child in reverse order of start: ask, wait, insist."""
+        self.stopping = True
+        living = [child for child in reversed(self.children.values()) if child.poll() is None]
+        for child in living:
+            child.send_signal(signal.SIGTERM)
+        for child in living:
+            await blocking(_end, child)
+
+
+def _end(child: subprocess.Popen[bytes]) -> None:
+    try:
+        child.wait(STOP_S)
+    except subprocess.TimeoutExpired:
+        child.kill()
+        child.wait()
+
+
+async def watch(server: NatsServer) -> None:
+    """Keep the embedded server up: same port, same store. Raises Unavailable when it does not stay up."""
+    for _ in range(MAX_SERVER_STARTS):
+        while server.process is not None and server.process.poll() is None:  # noqa: ASYNC110 - a process is no event
+            await asyncio.sleep(WATCH_S)
+        log.warning("nats-server ended; starting it again")
+        await blocking(server.start)
+    raise Unavailable(f"nats-server ended {MAX_SERVER_STARTS} times; see {server.folder / 'nats.log'}")
+
+
+async def create_streams(config: Config, journal: Journal) -> None:
+    """Create the deployment's streams where they are missing. Raises Rejected when one exists and differs."""
+    from reef_bus.jetstream import JetStreamJournal
+
+    if not isinstance(journal, JetStreamJournal):
+        raise ContractError("streams are created on a JetStream server only")
+    await journal.apply(config.nats.replicas)
+
+
+def run(config: Config, id_: str) -> int:
+    """Run a supervisor over a configuration whose `nats.url` names a running server; returns its exit status."""
+    path = config.folder("run") / "deployment.json"
+
+    async def build(config: Config, journal: Journal, me: Me, stack: contextlib.AsyncExitStack) -> Role:
+        path.write_bytes(dump(config))
+        await create_streams(config, journal)
+        role = Supervisor(config, path, me)
+        stack.push_async_callback(role.stop)
+        return role
+
+    return process.run(id_, config, build)

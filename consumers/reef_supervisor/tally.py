@@ -1,0 +1,76 @@
+"""What the demo counts while it runs: answers by release, times of releases, transfers, kills.
+
+Knows: answers and events as they come. Must not know: how anything is shown.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict, deque
+
+from consumers.reef_supervisor.harness import Answer
+from reef_bus.events import (
+    CandidateSelected,
+    EngineFenced,
+    ReceiverVerified,
+    Recorded,
+    ReleaseCommitted,
+    TargetPersisted,
+)
+
+MS = 1_000_000
+
+
+class Tally:
+    """Figures of one run; events older than its start were another run's."""
+
+    def __init__(self, since: int) -> None:
+        self.since = since
+        self.rewards: dict[str, list[float]] = defaultdict(list)
+        self.recent: deque[Recorded] = deque(maxlen=8)
+        self.verified = 0
+        self.bytes = 0
+        self.committed: list[str] = []
+        self._targets: dict[str, int] = {}
+        self._selected: dict[str, int] = {}
+        self._fence_ms: dict[str, list[float]] = defaultdict(list)
+        self._serving_ms: dict[str, list[float]] = defaultdict(list)
+
+    def answer(self, answer: Answer) -> None:
+        self.rewards[answer.load_id].append(answer.reward)
+
+    def see(self, recorded: Recorded) -> None:
+        """Count one event that was not void."""
+        self.recent.append(recorded)
+        match recorded.event:
+            case CandidateSelected(candidate=candidate):
+                self._selected[candidate] = recorded.time
+            case TargetPersisted(load_id=load_id, candidate=candidate):
+                self._targets[load_id] = recorded.time
+                self._selected[load_id] = self._selected.get(candidate, recorded.time)
+            case ReceiverVerified(bytes=moved):
+                self.bytes += moved
+            case ReleaseCommitted(load_id=load_id, evidence=evidence):
+                self.verified += len(evidence)
+                if recorded.time >= self.since:
+                    self.committed.append(load_id)
+            case EngineFenced(previous=load_id, resumed_at=at) if at and load_id in self._targets:
+                self._fence_ms[load_id].append((at - self._targets[load_id]) / MS)
+                self._serving_ms[load_id].append((at - self._selected[load_id]) / MS)
+
+    def fence_ms(self) -> float | None:
+        """Median over releases of the longest time from the target to an engine's resuming with it."""
+        return _median([max(times) for times in self._fence_ms.values()])
+
+    def serving_ms(self) -> float | None:
+        """The same from the candidate's selection."""
+        return _median([max(times) for times in self._serving_ms.values()])
+
+    def reward(self, load_id: str, least: int = 1) -> float | None:
+        """Mean reward of the answers by one release, None with fewer than `least`."""
+        found = self.rewards.get(load_id, ())
+        return statistics.fmean(found) if len(found) >= least else None
+
+
+def _median(values: list[float]) -> float | None:
+    return round(statistics.median(values), 1) if values else None

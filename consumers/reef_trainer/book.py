@@ -1,0 +1,107 @@
+"""The trainer's view of RECORDS: follows the stream, hands out batches.
+
+Knows: the stream, the token blobs, the configured batch size. Must not know: what makes an answer eligible
+(`core/records.py`), or what is done with a batch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+
+from reef_bus.artifacts import ArtifactStore
+from reef_bus.backends import Sample
+from reef_bus.config import Config
+from reef_bus.core.records import Book, Unit, choose, consumed, evolve, remove, retire
+from reef_bus.core.world import World, lag
+from reef_bus.journal import RECORDS, Journal
+from reef_bus.runner import blocking
+from reef_bus.samples import Batch, TokenRow, decode_rows
+
+Chosen = tuple[list[Unit], list[Sample], int, tuple[int, ...]]
+
+
+class RecordBook:
+    """Follows RECORDS from where the last dispatched batch left off; one batch is asked for at a time."""
+
+    def __init__(self, config: Config, journal: Journal, store: ArtifactStore) -> None:
+        self.config = config
+        self.journal = journal
+        self.store = store
+        self.world = World()
+        self.book = Book()
+        self.last = 0
+        self._begun = asyncio.Event()
+        self._changed = asyncio.Event()
+
+    async def start(self, stack: contextlib.AsyncExitStack) -> None:
+        task = asyncio.create_task(self._follow())
+        stack.callback(task.cancel)
+
+    def moved(self, world: World) -> None:
+        """The LOG fold has moved: what was too new may be known now."""
+        self.world = world
+        self._changed.set()
+
+    async def batch(self, base: str, last: Batch | None) -> Chosen:
+        """Wait until there is an eligible batch for a job from `base`; `last` is the last dispatched one."""
+        self._begin(last)
+        training = self.config.training
+        while True:
+            self._changed.clear()
+            retire(self.book, self._hopeless)
+            units = choose(self.book, lambda id_: self._lag(id_, base), training.groups, training.group_size)
+            if units:
+                samples: list[Sample] = await blocking(self._samples, units)
+                return units, samples, *consumed(self.book, units, self.last)
+            await self._changed.wait()
+
+    def _begin(self, last: Batch | None) -> None:
+        """Take up the state that the last dispatched batch left; its records are consumed whatever became of it."""
+        self.book.floor = last.floor if last else 0
+        self.book.taken = set(last.taken) if last else set()
+        if last:
+            spent = {record for record, _ in last.records}
+            remove(self.book, [unit for unit in self.book.units.values() if unit.record in spent])
+        self._begun.set()
+
+    def _lag(self, load_id: str, base: str) -> int | None:
+        return lag(self.world, load_id, base, self.config.training.max_staleness)
+
+    def _hopeless(self, load_id: str) -> bool:
+        """Known, and already too far behind the head: every future base is the head or descends from it."""
+        published = self.world.publications
+        return (
+            published.head is not None
+            and load_id in published.releases
+            and self._lag(load_id, published.head.candidate) is None
+        )
+
+    def _samples(self, units: list[Unit]) -> list[Sample]:
+        blobs: dict[str, list[TokenRow]] = {}
+        samples = []
+        for unit in units:
+            if unit.blob.digest not in blobs:
+                blobs[unit.blob.digest] = decode_rows(self.store.get(unit.blob.digest))
+            row = blobs[unit.blob.digest][unit.row]
+            assert unit.reward is not None
+            samples.append(
+                Sample(
+                    record=unit.record,
+                    group=unit.group,
+                    prompt=row.prompt,
+                    completion=row.answer,
+                    logprobs=row.logprobs,
+                    load_id=unit.load_id,
+                    reward=unit.reward,
+                )
+            )
+        return samples
+
+    async def _follow(self) -> None:
+        await self._begun.wait()
+        async for batch in self.journal.follow(RECORDS, self.book.floor):
+            for recorded in batch:
+                evolve(self.book, recorded)
+            self.last = batch[-1].seq
+            self._changed.set()

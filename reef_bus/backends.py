@@ -1,0 +1,115 @@
+"""The contracts that integrations implement: what an inference engine and a trainer must offer.
+
+Knows: plain values and memory views. Must not know: the log, NATS, HTTP, or any framework.
+All methods block; consumers call them in a worker thread, one call at a time per backend.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+
+class Piece(NamedTuple):
+    """One tensor as bytes: `dtype` in safetensors' spelling ("F32", "BF16"), row-major `data` of format "B"."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    data: memoryview
+
+
+Pieces = Mapping[str, Piece]
+
+
+class Prompt(msgspec.Struct, frozen=True, kw_only=True):
+    """One request to an engine, already rendered to token ids."""
+
+    ids: tuple[int, ...]
+    max_tokens: int
+    temperature: float = 1.0
+    seed: int | None = None
+
+
+class Completion(msgspec.Struct, frozen=True, kw_only=True):
+    """What the policy sampled: ids and the logprob of each at the temperature that was asked for (natural log)."""
+
+    ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    finish_reason: str
+
+
+BOOT_HEADER = "x-reef-boot"
+"""The HTTP header by which a gateway says which boot it means; an engine refuses a request for another one."""
+
+
+class Generated(msgspec.Struct, frozen=True, kw_only=True):
+    """An answer with everything that its record needs: who produced it, from what, and as of which fold."""
+
+    engine: str
+    boot: str
+    load_id: str
+    as_of: int
+    done_as_of: int
+    completion: Completion
+
+
+class Sample(msgspec.Struct, frozen=True, kw_only=True):
+    """One rewarded answer as the trainer sees it; self-contained, so that no later eviction can lose it."""
+
+    record: str
+    group: str
+    prompt: tuple[int, ...]
+    completion: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    load_id: str
+    reward: float
+
+
+class InferenceBackend(ABC):
+    """One engine's model. The agent around it decides when it may generate and what is loaded into it."""
+
+    @abstractmethod
+    def start(self) -> None:
+        """Allocate the model's memory. Its contents are worthless until they were loaded and hashed."""
+
+    @abstractmethod
+    def live(self) -> Pieces:
+        """Writable views of the very memory that the forward pass reads: no copy, the same views on every call."""
+
+    @abstractmethod
+    def generate(self, prompts: Sequence[Prompt]) -> list[Completion]:
+        """Sample one completion per prompt, in order. Never runs while `live` is being written."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Free what `start` took; safe to repeat."""
+
+
+class TrainingBackend(ABC):
+    """An optimizer over immutable incumbents: every state it returns is a new one, and none is ever changed."""
+
+    mutates_in_place: bool = False
+
+    @abstractmethod
+    def initial(self) -> Any:
+        """The base model with a fresh optimizer: the same bytes on every call and every machine with this build."""
+
+    @abstractmethod
+    def load(self, weights: Path, optimizer: Path | None) -> Any:
+        """A state from what `save_*` wrote; `optimizer` None starts a fresh one. Raises ContractError if damaged."""
+
+    @abstractmethod
+    def train(self, state: Any, batch: Sequence[Sample], seed: int) -> tuple[Any, dict[str, float]]:
+        """One version's optimizer steps from `state`: a new state and finite metrics. `state` stays as it is."""
+
+    @abstractmethod
+    def weights(self, state: Any) -> Pieces:
+        """Read-only views of the state's parameters, under the names that engines use."""
+
+    @abstractmethod
+    def optimizer(self, state: Any) -> bytes:
+        """What `load` needs beside the weights to go on as if nothing had happened."""

@@ -1,0 +1,174 @@
+"""A deployment's configuration: YAML or JSON, typed, strict, with dotted overrides.
+
+Knows: names, defaults and what contradicts what. Must not know: how anything is started.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from reef_bus.core.effects import Deadlines, Policy, Restarts
+from reef_bus.errors import Rejected
+from reef_bus.topology import check_name
+
+SCHEMA_VERSION = 1
+
+
+class Part(msgspec.Struct, frozen=True, kw_only=True, rename="kebab", forbid_unknown_fields=True):
+    """One section of the file: keys in kebab-case, nothing unknown."""
+
+
+class Nats(Part, frozen=True, kw_only=True):
+    """`url` empty: a nats-server of our own on loopback, with its store in the state folder."""
+
+    url: str = ""
+    replicas: int = 1
+
+
+class Gateway(Part, frozen=True, kw_only=True):
+    """`port` 0 takes a free one. A request waits at most `timeout_s` for an engine and its answer together."""
+
+    host: str = "127.0.0.1"
+    port: int = 0
+    timeout_s: float = 300.0
+    max_body_bytes: int = 1024 * 1024
+
+
+class Inference(Part, frozen=True, kw_only=True):
+    """The engines. `accepts`: transports, best first. `max_batch`: prompts that are sampled together."""
+
+    backend: str = "torch"
+    engines: tuple[str, ...] = ("engine-0", "engine-1")
+    host: str = "127.0.0.1"
+    accepts: tuple[str, ...] = ("tcp", "files")
+    max_batch: int = 64
+
+
+class Training(Part, frozen=True, kw_only=True):
+    """A job takes `groups` × `group_size` samples, none staler than `max_staleness` links of the base chain."""
+
+    backend: str = "torch"
+    offers: tuple[str, ...] = ("tcp", "files")
+    host: str = "127.0.0.1"
+    groups: int = 16
+    group_size: int = 16
+    max_staleness: int = 1
+    max_jobs: int = 0
+    seed: int = 0
+    lr: float = 3e-3
+    minibatches: int = 2
+
+
+class Publication(Part, frozen=True, kw_only=True):
+    """How releases are published."""
+
+    transport: str = "tcp"
+    pause: str = "drain"
+    deadlines: Deadlines = Deadlines()
+
+
+class Config(Part, frozen=True, kw_only=True):
+    """Everything that the roles of one deployment must agree on."""
+
+    schema_version: int = SCHEMA_VERSION
+    deployment: str = "reef"
+    scenario: str = "digit"
+    model: str = "reef-digit"
+    state_dir: str = "reef-state"
+    nats: Nats = Nats()
+    gateway: Gateway = Gateway()
+    inference: Inference = Inference()
+    training: Training = Training()
+    publication: Publication = Publication()
+    supervision: Restarts = Restarts()
+
+    def folder(self, *parts: str) -> Path:
+        """A folder of the state directory, created when it is missing."""
+        path = Path(self.state_dir, *parts)
+        path.mkdir(parents=True, exist_ok=True)
+        return path
+
+    def policy(self) -> Policy:
+        return Policy(
+            transport=self.publication.transport, pause=self.publication.pause, deadlines=self.publication.deadlines
+        )
+
+
+def load(path: Path, overrides: Sequence[str] = ()) -> Config:
+    """The file's configuration with `key.sub-key=value` overrides. Raises Rejected with the key that is wrong."""
+    try:
+        text = path.read_bytes()
+    except OSError as error:
+        raise Rejected(f"{path}: {error.strerror}; `reef-bus up --example` prints a file to start from") from error
+    data = _parse(path, text)
+    for override in overrides:
+        _override(data, override)
+    return check(_convert(str(path), data))
+
+
+def _parse(path: Path, text: bytes) -> dict[str, Any]:
+    try:
+        data = msgspec.json.decode(text) if path.suffix == ".json" else msgspec.yaml.decode(text)
+    except ImportError as error:
+        raise Rejected("reading YAML needs an extra: pip install 'reef-bus[serve]'") from error
+    except msgspec.DecodeError as error:
+        raise Rejected(f"{path}: {error}") from error
+    if not isinstance(data, dict):
+        raise Rejected(f"{path}: found {type(data).__name__}, expected keys and values")
+    return data
+
+
+def _override(data: dict[str, Any], override: str) -> None:
+    key, sign, value = override.partition("=")
+    if not sign or not key:
+        raise Rejected(f"override {override!r}: expected key.sub-key=value")
+    *parents, last = key.split(".")
+    for parent in parents:
+        data = data.setdefault(parent, {})
+        if not isinstance(data, dict):
+            raise Rejected(f"override {override!r}: {parent} is not a section")
+    data[last] = _value(value)
+
+
+def _value(text: str) -> Any:
+    try:
+        return msgspec.json.decode(text)
+    except msgspec.DecodeError:
+        return text
+
+
+def _convert(where: str, data: dict[str, Any]) -> Config:
+    try:
+        return msgspec.convert(data, Config)
+    except msgspec.ValidationError as error:
+        raise Rejected(f"{where}: {error}") from error
+
+
+def check(config: Config) -> Config:
+    """`config` if its parts fit together, else Rejected."""
+    if config.schema_version != SCHEMA_VERSION:
+        raise Rejected(f"schema-version is {config.schema_version}, this version reads {SCHEMA_VERSION}")
+    check_name("deployment", config.deployment)
+    for engine in config.inference.engines:
+        check_name("engine", engine)
+    if not config.inference.engines or len(set(config.inference.engines)) != len(config.inference.engines):
+        raise Rejected(f"inference.engines is {list(config.inference.engines)}: expected at least one, no name twice")
+    transport = config.publication.transport
+    if transport not in config.training.offers or transport not in config.inference.accepts:
+        raise Rejected(
+            f"publication.transport is {transport!r}; the trainer offers {list(config.training.offers)}, the engines "
+            f"accept {list(config.inference.accepts)}"
+        )
+    for kind, backend in (("inference", config.inference.backend), ("training", config.training.backend)):
+        if backend != "torch":
+            raise Rejected(f"{kind}.backend is {backend!r}; this version has: torch")
+    return config
+
+
+def dump(config: Config) -> bytes:
+    """The configuration as JSON that `load` reads."""
+    return msgspec.json.format(msgspec.json.encode(config), indent=2) + b"\n"

@@ -1,0 +1,150 @@
+"""Effects and debts: what the hands may be asked to do, and what a publisher decides by.
+
+Knows: names and parameters. Must not know: when an effect is owed (`reactions.py`), or how it is performed.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from reef_bus.core.publication import Publication
+from reef_bus.core.training import Candidate, Job
+from reef_bus.events import Blob, Event
+
+
+class Deadlines(msgspec.Struct, frozen=True, rename="kebab", forbid_unknown_fields=True):
+    """How long anybody is waited for, in seconds, counted from the broker's time of the event that began the wait."""
+
+    fence_s: float = 30.0
+    sender_s: float = 30.0
+    stall_s: float = 10.0
+    verify_s: float = 30.0
+    heartbeat_s: float = 10.0
+
+
+class Restarts(msgspec.Struct, frozen=True, rename="kebab", forbid_unknown_fields=True):
+    """At most `max_restarts` of a component within `window_s`, after 1, 2, 4, … × `delay_s`; counted from the log."""
+
+    max_restarts: int = 3
+    window_s: float = 300.0
+    delay_s: float = 1.0
+
+
+class Policy(msgspec.Struct, frozen=True, kw_only=True):
+    """What a publisher decides by, beside the log."""
+
+    transport: str = "tcp"
+    pause: str = "drain"
+    deadlines: Deadlines = Deadlines()
+
+
+class Effect(msgspec.Struct, frozen=True):
+    """Something that ends in a fact."""
+
+
+class Append(Effect, frozen=True):
+    """Nothing to do first: the fact itself."""
+
+    event: Event
+
+
+class Join(Effect, frozen=True):
+    """Announce this boot."""
+
+
+class Register(Effect, frozen=True):
+    """Store the base model; ends in `ScenarioRegistered`."""
+
+
+class AssembleBatch(Effect, frozen=True):
+    """Wait for an eligible batch for a job from `base`, make it durable; ends in `JobDispatched`."""
+
+    base: str
+    step: int
+    last_batch: Blob | None
+
+
+class Train(Effect, frozen=True):
+    """Take the job's optimizer steps and store what comes out; ends in `CandidateReady` or `JobDropped`."""
+
+    job: Job
+    base: Candidate
+
+
+class Evaluate(Effect, frozen=True):
+    """Measure the candidate; ends in `CandidateEvaluated`."""
+
+    candidate: Candidate
+    metrics: dict[str, float]
+
+
+class Decide(Effect, frozen=True):
+    """Select or reject the candidate."""
+
+    candidate: Candidate
+    metrics: dict[str, float]
+
+
+class OfferWeights(Effect, frozen=True):
+    """Offer the target's bytes for one attempt, as long as it is open; ends in `SenderReady` or `SenderFailed`."""
+
+    publication: Publication
+    candidate: Candidate
+
+
+class Fence(Effect, frozen=True):
+    """Stop generation, destroy every older ingress; ends in `EngineFenced`."""
+
+    publication: str
+    attempt: int
+
+
+class Receive(Effect, frozen=True):
+    """Receive the target from the ticket into fenced memory and hash it; ends in a report."""
+
+    publication: str
+    attempt: int
+    load_id: str
+    manifest: str
+    transport: str
+    address: str
+    token: str
+    stall_s: float
+
+
+class VerifyHead(Effect, frozen=True):
+    """Prove the head in memory, loading its artifact if need be; ends in `ReceiverVerified`, or ends the boot."""
+
+    load_id: str
+    manifest: str
+    weights: Blob
+
+
+class StartComponent(Effect, frozen=True):
+    """Start a component's process, for the `starts`-th time; ends in `ComponentStarted`."""
+
+    component: str
+    starts: int
+
+
+class Retire(Effect, frozen=True):
+    """This boot is over; its process ends."""
+
+    why: str
+
+
+class Debt(msgspec.Struct, frozen=True, kw_only=True):
+    """One thing owed. `at_head`: a judgement about time, valid only on a fold that reached the stream's head."""
+
+    key: str
+    effect: Effect
+    cause: int = 0
+    correlation: str = ""
+    at_head: bool = False
+
+
+class Me(msgspec.Struct, frozen=True):
+    """Who is asking: a component's id and its boot."""
+
+    id: str
+    boot: str

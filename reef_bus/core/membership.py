@@ -1,0 +1,115 @@
+"""The engines' side of the state: who is joined, fenced, and what each boot has proven to hold.
+
+Knows: the `engine` families. Must not know: which release is the head, or how weights are hashed.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from reef_bus.events import (
+    EngineFenced,
+    EngineJoined,
+    EngineLeft,
+    Member,
+    ReceiverFailed,
+    ReceiverVerified,
+    Recorded,
+)
+
+
+class Report(msgspec.Struct, frozen=True, kw_only=True):
+    """What a boot said at `seq` about its memory: the digest that it verified, or why it failed."""
+
+    seq: int
+    time: int
+    load_id: str
+    manifest: str
+    failure: str = ""
+
+
+class Engine(msgspec.Struct, kw_only=True):
+    """One engine id and its current boot. `verified` is this boot's last proof since its last fence, by any way."""
+
+    id: str
+    boot: str
+    joined: int
+    url: str
+    backend: str
+    accepts: tuple[str, ...]
+    left: bool = False
+    fenced: int = 0
+    verified: Report | None = None
+    reported: int = 0
+
+
+class Membership(msgspec.Struct):
+    """Current boots by engine id, and each boot's first words on the attempts of the latest publication.
+
+    A boot that was replaced after it spoke has still spoken: `reports` and `fences` outlive it.
+    """
+
+    engines: dict[str, Engine] = {}
+    reports: dict[str, Report] = {}
+    fences: dict[str, Report] = {}
+
+    def report(self, boot: str, publication: str, attempt: int) -> Report | None:
+        return self.reports.get(_key(boot, publication, attempt))
+
+    def fence(self, boot: str, publication: str, attempt: int) -> Report | None:
+        return self.fences.get(_key(boot, publication, attempt))
+
+
+def _key(boot: str, publication: str, attempt: int) -> str:
+    return f"{boot} {publication}#{attempt}"
+
+
+def evolve(membership: Membership, recorded: Recorded) -> None:
+    """Apply one event of an `engine` family that is not void."""
+    match recorded.event:
+        case EngineJoined() as joined:
+            membership.engines[joined.engine] = Engine(
+                id=joined.engine,
+                boot=recorded.boot,
+                joined=recorded.seq,
+                url=joined.url,
+                backend=joined.backend,
+                accepts=joined.accepts,
+            )
+        case EngineFenced() as fenced:
+            engine = membership.engines[fenced.engine]
+            engine.fenced, engine.verified = recorded.seq, None
+            word = Report(seq=recorded.seq, time=recorded.time, load_id="", manifest="")
+            membership.fences.setdefault(_key(recorded.boot, fenced.publication, fenced.attempt), word)
+        case ReceiverVerified() as verified:
+            report = Report(seq=recorded.seq, time=recorded.time, load_id=verified.load_id, manifest=verified.manifest)
+            membership.engines[verified.engine].verified = report
+            _remember(membership, recorded, verified, report)
+        case ReceiverFailed() as failed:
+            why = f"{failed.cause}: {failed.detail}"
+            report = Report(
+                seq=recorded.seq, time=recorded.time, load_id=failed.load_id, manifest=failed.observed, failure=why
+            )
+            membership.engines[failed.engine].verified = None
+            _remember(membership, recorded, failed, report)
+        case EngineLeft(engine=id_):
+            membership.engines[id_].left = True
+
+
+def _remember(
+    membership: Membership, recorded: Recorded, event: ReceiverVerified | ReceiverFailed, report: Report
+) -> None:
+    membership.engines[event.engine].reported = recorded.seq
+    membership.reports.setdefault(_key(recorded.boot, event.publication, event.attempt), report)
+
+
+def forget_attempts(membership: Membership) -> None:
+    """A new target: what was said about older publications can no longer matter."""
+    membership.reports.clear()
+    membership.fences.clear()
+
+
+def current(membership: Membership, member: Member) -> bool:
+    """The member's boot is its engine's newest and has not left."""
+    engine = membership.engines.get(member.engine)
+    return engine is not None and engine.boot == member.boot and not engine.left

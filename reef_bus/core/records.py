@@ -1,0 +1,108 @@
+"""Which records a job may train on: the fold of RECORDS, eligibility, and what stays consumed.
+
+Knows: the `record` family. Must not know: tokens, blobs' contents, or the LOG; staleness arrives as a function.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import msgspec
+
+from reef_bus.events import Blob, InferenceRecorded, Recorded, ReportReceived
+
+TRAINED_TEMPERATURE = 1.0  # the update compares logprobs at this temperature only
+
+
+class Unit(msgspec.Struct, kw_only=True):
+    """One recorded answer that may be trained on, once its report is there."""
+
+    seq: int
+    record: str
+    load_id: str
+    group: str
+    blob: Blob
+    row: int
+    reward: float | None = None
+
+
+class Book(msgspec.Struct):
+    """The answers that are not consumed, by record id; and what is consumed above `floor`."""
+
+    floor: int = 0
+    taken: set[int] = set()
+    units: dict[str, Unit] = {}
+    groups: dict[str, list[str]] = {}
+
+
+def evolve(book: Book, recorded: Recorded) -> None:
+    """Apply one event of RECORDS. Answers that are consumed or not made for training leave nothing behind."""
+    match recorded.event:
+        case InferenceRecorded() as answer:
+            known = recorded.seq <= book.floor or recorded.seq in book.taken or answer.record in book.units
+            if known or answer.temperature != TRAINED_TEMPERATURE:
+                return
+            group = answer.tags.get("group") or f"{answer.load_id} {answer.prompt}"
+            book.units[answer.record] = Unit(
+                seq=recorded.seq,
+                record=answer.record,
+                load_id=answer.load_id,
+                group=group,
+                blob=answer.blob,
+                row=answer.row,
+            )
+            book.groups.setdefault(group, []).append(answer.record)
+        case ReportReceived() as report:
+            for record in report.references:
+                if record in book.units and book.units[record].reward is None:
+                    _report(book, book.units[record], report)
+
+
+def _report(book: Book, unit: Unit, report: ReportReceived) -> None:
+    training = report.metadata.get("training")
+    if isinstance(training, dict) and training.get("eligible") is False:
+        remove(book, [unit])
+    else:
+        unit.reward = report.score
+
+
+def remove(book: Book, units: Iterable[Unit]) -> None:
+    """These answers are of no further interest."""
+    for unit in units:
+        del book.units[unit.record]
+        book.groups[unit.group].remove(unit.record)
+        if not book.groups[unit.group]:
+            del book.groups[unit.group]
+
+
+def choose(book: Book, lag: Callable[[str], int | None], groups: int, size: int) -> list[Unit] | None:
+    """The oldest `groups` groups with at least `size` rewarded, fresh answers each, `size` of each; None if too few.
+
+    `lag` gives an answer's staleness by its load id, None when it may not be used for the next job.
+    """
+    chosen: list[list[Unit]] = []
+    for records in list(book.groups.values()):
+        if len(records) < size:
+            continue
+        units = [book.units[record] for record in records]
+        fresh = [u for u in units if u.reward is not None and lag(u.load_id) is not None]
+        if len(fresh) >= size:
+            chosen.append(fresh[:size])
+        if len(chosen) == groups:
+            return [unit for units in chosen for unit in units]
+    return None
+
+
+def retire(book: Book, hopeless: Callable[[str], bool]) -> int:
+    """Forget answers of load ids that no future base may use. Returns how many."""
+    gone = [unit for unit in book.units.values() if hopeless(unit.load_id)]
+    remove(book, gone)
+    return len(gone)
+
+
+def consumed(book: Book, units: Iterable[Unit], last: int) -> tuple[int, tuple[int, ...]]:
+    """The next (floor, taken) once `units` are consumed, with RECORDS folded up to `last`."""
+    spent = {unit.seq for unit in units}
+    waiting = [unit.seq for unit in book.units.values() if unit.seq not in spent]
+    floor = min(waiting, default=last + 1) - 1
+    return floor, tuple(sorted(seq for seq in book.taken | spent if seq > floor))

@@ -1,0 +1,53 @@
+"""The serving rule (protocol.md section 4), evaluated by engines and gateways alike.
+
+Knows: the world. Must not know: processes, addresses' health, or time.
+"""
+
+from __future__ import annotations
+
+from reef_bus.core.membership import Engine
+from reef_bus.core.world import World
+from reef_bus.events import Member
+
+
+def live(world: World, engine: Engine) -> bool:
+    """The engine's current boot is neither excluded nor left."""
+    return not engine.left and engine.boot not in world.publications.excluded
+
+
+def fenced(world: World, engine: str, boot: str) -> bool:
+    """A fence is up and covers this boot."""
+    open_ = world.publications.open
+    return open_ is not None and open_.mode == "fenced" and Member(engine, boot) in open_.members
+
+
+def holds_head(world: World, engine: Engine) -> bool:
+    """The boot's last proof since its last fence names the head's load id and digest."""
+    head, proof = world.publications.head, engine.verified
+    return head is not None and proof is not None and (proof.load_id, proof.manifest) == (head.load_id, head.manifest)
+
+
+def may_generate(world: World, engine: str, boot: str) -> bool:
+    """The rule. True if and only if this boot may generate, with the head's weights."""
+    found = world.membership.engines.get(engine)
+    return (
+        found is not None
+        and found.boot == boot
+        and live(world, found)
+        and not fenced(world, engine, boot)
+        and holds_head(world, found)
+    )
+
+
+def owes_head(world: World, engine: Engine) -> int:
+    """The sequence since which the live, uncovered boot owes a proof of the head; 0 if it owes none."""
+    head = world.publications.head
+    if head is None or not live(world, engine) or fenced(world, engine.id, engine.boot) or holds_head(world, engine):
+        return 0
+    return max(engine.joined, engine.fenced, engine.reported, head.seq, world.publications.ended_seq)
+
+
+def serving(world: World) -> list[Engine]:
+    """The engines that may generate now, by id."""
+    engines = world.membership.engines
+    return [engines[name] for name in sorted(engines) if may_generate(world, name, engines[name].boot)]

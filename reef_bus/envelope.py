@@ -1,0 +1,148 @@
+"""The envelope: how an event is written to and read from a stream, and its form in exports.
+
+Knows: CloudEvents 1.0 in binary mode (headers) and structured mode (JSON), and the event's id. Must not know: what an
+event means, or any broker client.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from reef_bus.errors import ContractError
+from reef_bus.events import CATALOGUE, Draft, Event, InferenceRecorded, Recorded, ReportReceived
+from reef_bus.upcast import upcast
+
+MAX_EVENT_BYTES = 64 * 1024
+SPEC_VERSION = "1.0"
+_TYPE = re.compile(r"^reef\.([A-Za-z]+)\.v([0-9]+)$")
+
+_ENCODER = msgspec.json.Encoder(order="deterministic")
+_DECODERS = {name: msgspec.json.Decoder(cls) for name, cls in CATALOGUE.items()}
+
+
+def payload(event: Event) -> bytes:
+    """The event's JSON, with keys in a fixed order: equal events give equal bytes."""
+    return _ENCODER.encode(event)
+
+
+def event_id(family: str, prev: int, name: str, boot: str, body: bytes) -> str:
+    """The id that makes a repeated append the same append: 32 hex digits over everything that tells facts apart."""
+    head = f"{family}\n{prev}\n{name}\n{boot}\n".encode()
+    return hashlib.sha256(head + body).hexdigest()[:32]
+
+
+def identify(draft: Draft, prev: int, body: bytes) -> str:
+    """The draft's id: a record has its own, which is the same for every try of its writer; a fact's is derived."""
+    match draft.event:
+        case InferenceRecorded(record=record):
+            return record
+        case ReportReceived(report=report):
+            return report
+    return event_id(draft.event.chain, prev, type(draft.event).__name__, draft.boot, body)
+
+
+def headers(draft: Draft, id_: str, prev: int, subject: str, now: str) -> dict[str, str]:
+    """CloudEvents 1.0 in binary mode; `Nats-Msg-Id` is the event's id. `now` is RFC 3339 and for display only."""
+    return {
+        "Nats-Msg-Id": id_,
+        "ce-specversion": SPEC_VERSION,
+        "ce-id": id_,
+        "ce-type": type_of(draft.event),
+        "ce-source": f"/reef/{draft.writer}",
+        "ce-subject": subject,
+        "ce-time": now,
+        "ce-datacontenttype": "application/json",
+        "ce-prev": str(prev),
+        "ce-causationid": str(draft.cause),
+        "ce-correlationid": draft.correlation,
+        "ce-boot": draft.boot,
+    }
+
+
+def type_of(event: Event) -> str:
+    return f"reef.{type(event).__name__}.v{event.version}"
+
+
+def decode(seq: int, time: int, subject: str, header: Mapping[str, str], body: bytes) -> Recorded:
+    """Read a stored message. Raises ContractError naming `seq` for anything that this version cannot read whole."""
+    event = _decode_event(seq, subject, header.get("ce-type", ""), body)
+    try:
+        return Recorded(
+            seq=seq,
+            time=time,
+            subject=subject,
+            id=header["ce-id"],
+            prev=int(header["ce-prev"]),
+            cause=int(header["ce-causationid"]),
+            correlation=header["ce-correlationid"],
+            writer=header["ce-source"].removeprefix("/reef/"),
+            boot=header["ce-boot"],
+            event=event,
+        )
+    except (KeyError, ValueError) as error:
+        raise ContractError(f"event {seq} on {subject}: header {error} is missing or malformed", seq) from error
+
+
+def _decode_event(seq: int, subject: str, type_name: str, body: bytes) -> Event:
+    match = _TYPE.match(type_name)
+    if not match or match[1] not in CATALOGUE:
+        raise ContractError(
+            f"event {seq} on {subject} has type {type_name!r}, which this version does not know: a foreign writer, "
+            "or a newer one. Upgrade this consumer, or look at it with `reef-bus log show`",
+            seq,
+        )
+    name, version = match[1], int(match[2])
+    if version > CATALOGUE[name].version:
+        raise ContractError(
+            f"event {seq} on {subject} is {type_name}; this version reads {name} up to "
+            f"v{CATALOGUE[name].version}. Upgrade this consumer first",
+            seq,
+        )
+    try:
+        return _DECODERS[name].decode(upcast(name, version, CATALOGUE[name].version, body))
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ContractError(f"event {seq} on {subject} ({type_name}) cannot be read: {error}", seq) from error
+
+
+def to_json(recorded: Recorded) -> dict[str, Any]:
+    """The structured CloudEvents form, as exports, golden files and `log --json` show it."""
+    return {
+        "specversion": SPEC_VERSION,
+        "id": recorded.id,
+        "type": type_of(recorded.event),
+        "source": f"/reef/{recorded.writer}",
+        "subject": recorded.subject,
+        "sequence": recorded.seq,
+        "timens": recorded.time,
+        "prev": recorded.prev,
+        "causationid": recorded.cause,
+        "correlationid": recorded.correlation,
+        "boot": recorded.boot,
+        "data": msgspec.to_builtins(recorded.event),
+    }
+
+
+def from_json(line: Mapping[str, Any]) -> Recorded:
+    """The inverse of `to_json`; ContractError names the sequence of what cannot be read."""
+    try:
+        seq, time, subject = int(line["sequence"]), int(line["timens"]), str(line["subject"])
+        header = {
+            "ce-id": str(line["id"]),
+            "ce-type": str(line["type"]),
+            "ce-prev": str(line["prev"]),
+            "ce-causationid": str(line["causationid"]),
+            "ce-correlationid": str(line["correlationid"]),
+            "ce-source": str(line["source"]),
+            "ce-boot": str(line["boot"]),
+        }
+        body = msgspec.json.encode(line["data"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise ContractError(
+            f"a line of the export lacks or garbles {error}; expected the form that `reef-bus export` writes"
+        ) from error
+    return decode(seq, time, subject, header, body)

@@ -1,0 +1,54 @@
+"""The error tree: five families, named by what the caller should do next.
+
+ReefError
+├── Rejected        show it to whoever asked; nothing changed
+├── Conflict        read again, decide again
+├── Unavailable     retry with back-off
+├── ContractError   halt this consumer and say where
+└── TransferError   abandon the attempt and record it
+
+A message says what was found, what was expected, and what to run next. Callers read attributes, never the text.
+"""
+
+from __future__ import annotations
+
+
+class ReefError(Exception):
+    """Root of everything that this project raises on purpose."""
+
+
+class Rejected(ReefError):
+    """A request that was refused: a person's or a client's mistake. `status` is the HTTP status that says so."""
+
+    def __init__(self, message: str, status: int = 400) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class Conflict(ReefError):
+    """Somebody else appended first: the family's last stored event is not the expected one."""
+
+    def __init__(self, family: str, expected: int) -> None:
+        super().__init__(f"{family}: the last stored event is no longer {expected}; fold, then decide again")
+        self.family = family
+        self.expected = expected
+
+
+class Unavailable(ReefError):
+    """The other side gave no answer; the outcome of what was asked is unknown."""
+
+
+class ContractError(ReefError):
+    """The log holds something that this consumer must not go on from. `seq` names where (0: not on the log)."""
+
+    def __init__(self, message: str, seq: int = 0) -> None:
+        super().__init__(message)
+        self.seq = seq
+
+
+class TransferError(ReefError):
+    """Bytes did not arrive whole. `cause`: refused, closed, stalled, mismatch, protocol, memory, retracted."""
+
+    def __init__(self, cause: str, message: str) -> None:
+        super().__init__(f"{cause}: {message}")
+        self.cause = cause

@@ -1,0 +1,290 @@
+"""The journal on NATS JetStream: the only module that imports nats.
+
+Knows: the pinned client and server, their error codes and what was measured of them. Must not know: what events mean.
+Appends compare over the chain's one filter spelling; batches, `publish_async` and Expected-Last-Msg-Id are never used:
+each was measured to hang, to be slow, or to wedge a replicated stream.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import datetime
+import logging
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from typing import Any
+
+import msgspec
+import nats
+import nats.errors
+from nats.aio.client import Client
+from nats.aio.msg import Msg
+from nats.js import JetStreamContext, api
+from nats.js.errors import APIError, BadRequestError, NoStreamResponseError, NotFoundError, ServiceUnavailableError
+
+from reef_bus.envelope import decode, headers, identify, payload
+from reef_bus.errors import Conflict, ContractError, Rejected, Unavailable
+from reef_bus.events import Draft, Recorded
+from reef_bus.journal import Beat, Journal, Stored, check_position, check_writable
+from reef_bus.topology import (
+    DUPLICATE_WINDOW_S,
+    FAMILIES,
+    StreamSpec,
+    compare_filter,
+    stream_name,
+    streams,
+    subject,
+    telemetry_subject,
+)
+
+log = logging.getLogger(__name__)
+
+WRONG_SEQUENCE = (10071, 10164)  # the second: another write for the same expectation is in flight
+PUBLISH_TIMEOUT_S = 2.0
+SILENCE_S = 1.0  # after this long without an event, ask the leader whether there is one
+TRANSIENT = (
+    nats.errors.TimeoutError,
+    nats.errors.ConnectionClosedError,
+    nats.errors.ConnectionReconnectingError,
+    nats.errors.NoRespondersError,
+    nats.errors.OutboundBufferLimitError,
+    nats.errors.StaleConnectionError,
+    NoStreamResponseError,
+    ServiceUnavailableError,
+    OSError,
+)
+
+
+async def connect(url: str, deployment: str, name: str, *, wait_s: float = 10.0) -> JetStreamJournal:
+    """A journal on the server at `url`; keeps reconnecting for ever. Raises Unavailable if it is not up in `wait_s`."""
+    errors: list[str] = []
+
+    async def on_error(error: Exception) -> None:
+        errors.append(str(error) or type(error).__name__)
+        log.debug("nats: %s", errors[-1])
+
+    deadline = asyncio.get_running_loop().time() + wait_s
+    while True:
+        try:
+            client = await nats.connect(
+                url,
+                name=name,
+                error_cb=on_error,
+                connect_timeout=2,
+                max_reconnect_attempts=-1,
+                reconnect_time_wait=0.1,
+                ping_interval=10,
+                allow_reconnect=True,
+            )
+            return JetStreamJournal(client, deployment)
+        except (TimeoutError, OSError, nats.errors.Error) as error:
+            if asyncio.get_running_loop().time() > deadline:
+                why = errors[-1] if errors else str(error) or type(error).__name__
+                raise Unavailable(
+                    f"no NATS server at {url}: {why}. Is it running? `nats server check connection`"
+                ) from error
+            await asyncio.sleep(0.1)
+
+
+class JetStreamJournal(Journal):
+    """One connection to a deployment's streams."""
+
+    def __init__(self, client: Client, deployment: str) -> None:
+        self.deployment = deployment
+        self.client = client
+        self.js: JetStreamContext = client.jetstream(timeout=PUBLISH_TIMEOUT_S)
+
+    async def append(self, draft: Draft, prev: int) -> Stored:
+        where, body = subject(self.deployment, draft.event), payload(draft.event)
+        check_writable(where, draft.event, body)
+        now = datetime.datetime.now(datetime.UTC).isoformat()
+        header = headers(draft, identify(draft, prev, body), prev, where, now)
+        header["Nats-Expected-Stream"] = stream_name(self.deployment, FAMILIES[draft.event.family].stream)
+        if FAMILIES[draft.event.family].compares:
+            header["Nats-Expected-Last-Subject-Sequence"] = str(prev)
+            header["Nats-Expected-Last-Subject-Sequence-Subject"] = compare_filter(self.deployment, draft.event)
+        try:
+            ack = await self.js.publish(where, body, timeout=PUBLISH_TIMEOUT_S, headers=header)
+        except APIError as error:
+            raise _append_error(draft, prev, where, error) from error
+        except TRANSIENT as error:
+            raise Unavailable(f"{where}: no acknowledgement ({type(error).__name__})") from error
+        return Stored(ack.seq, bool(ack.duplicate))
+
+    async def head(self, stream: str) -> int:
+        try:
+            info = await self.js.stream_info(stream_name(self.deployment, stream))
+        except NotFoundError as error:
+            raise ContractError(f"stream {stream} does not exist: `reef-bus streams apply` creates it") from error
+        except (*TRANSIENT, APIError) as error:
+            raise Unavailable(f"{stream}: its leader does not answer ({type(error).__name__})") from error
+        return info.state.last_seq
+
+    async def read(self, stream: str, seq: int) -> Recorded | None:
+        try:
+            message = await self.js.get_msg(stream_name(self.deployment, stream), seq=seq)
+        except NotFoundError:
+            return None
+        except (*TRANSIENT, APIError) as error:
+            raise Unavailable(f"{stream}: its leader does not answer ({type(error).__name__})") from error
+        when = _nanoseconds(message.time)
+        return decode(seq, when, message.subject or "", message.headers or {}, message.data or b"")
+
+    async def follow(self, stream: str, after: int = 0, last_id: str = "") -> AsyncIterator[list[Recorded]]:
+        while True:
+            try:
+                if after and last_id:
+                    check_position(stream, after, last_id, await self.read(stream, after))
+                async with contextlib.aclosing(self._deliver(stream, after)) as batches:
+                    async for batch in batches:
+                        after, last_id = batch[-1].seq, batch[-1].id
+                        yield batch
+            except (Unavailable, APIError, *TRANSIENT) as error:
+                log.debug("follow %s: %s", stream, error)
+            await asyncio.sleep(0.1)
+
+    async def _deliver(self, stream: str, after: int) -> AsyncGenerator[list[Recorded]]:
+        """One subscription's events, until it is silent although there are more, or has a gap."""
+        queue: asyncio.Queue[Msg] = asyncio.Queue()
+        config = api.ConsumerConfig(
+            deliver_policy=api.DeliverPolicy.BY_START_SEQUENCE, opt_start_seq=after + 1, inactive_threshold=30.0
+        )
+        subscription = await self.js.subscribe(
+            ">",
+            stream=stream_name(self.deployment, stream),
+            ordered_consumer=True,
+            idle_heartbeat=2.0,
+            config=config,
+            cb=queue.put,
+            pending_bytes_limit=256 * 1024 * 1024,
+        )
+        try:
+            while True:
+                messages = await _drain(queue)
+                if not messages:
+                    if await self.head(stream) > after:
+                        return
+                    continue
+                batch = [_recorded(m) for m in messages if m.metadata.sequence.stream > after]
+                if batch and [r.seq for r in batch] != list(range(after + 1, after + 1 + len(batch))):
+                    return
+                if batch:
+                    after = batch[-1].seq
+                    yield batch
+        finally:
+            with contextlib.suppress(Exception):
+                await subscription.unsubscribe()
+
+    async def beat(self, role: str, id_: str, beat: Beat) -> None:
+        with contextlib.suppress(nats.errors.Error, OSError):
+            await self.client.publish(telemetry_subject(self.deployment, role, id_), msgspec.json.encode(beat))
+
+    async def beats(self, callback: Callable[[Beat], None]) -> None:
+        async def on_beat(message: Msg) -> None:
+            with contextlib.suppress(msgspec.DecodeError):
+                found = msgspec.json.decode(message.data)
+                if isinstance(found, dict):
+                    callback(found)
+
+        await self.client.subscribe(f"reef.{self.deployment}.tel.>", cb=on_beat)
+
+    def connected(self) -> bool:
+        return self.client.is_connected
+
+    async def close(self) -> None:
+        with contextlib.suppress(Exception):
+            await self.client.close()
+
+    # -- streams
+
+    async def plan(self, replicas: int) -> dict[str, list[str]]:
+        """What differs between the streams as they should be and as they are: `["missing"]`, or a line per setting."""
+        return {spec.name: await self._drift(spec) for spec in streams(self.deployment, replicas)}
+
+    async def apply(self, replicas: int) -> dict[str, str]:
+        """Create what is missing. Raises Rejected, having changed nothing, when a stream exists and differs."""
+        drift = await self.plan(replicas)
+        wrong = {name: lines for name, lines in drift.items() if lines and lines != ["missing"]}
+        if wrong:
+            text = "; ".join(f"{name}: {', '.join(lines)}" for name, lines in wrong.items())
+            raise Rejected(f"streams exist that are not as they must be: {text}. Nothing was changed")
+        for spec in streams(self.deployment, replicas):
+            if drift[spec.name]:
+                await self.js.add_stream(_config(spec))
+        return {name: "created" if lines else "unchanged" for name, lines in drift.items()}
+
+    async def _drift(self, spec: StreamSpec) -> list[str]:
+        try:
+            found = (await self.js.stream_info(spec.name)).config
+        except NotFoundError:
+            return ["missing"]
+        except (*TRANSIENT, APIError) as error:
+            raise Unavailable(f"{spec.name}: the server does not answer ({type(error).__name__})") from error
+        wanted, actual = _comparable(_config(spec)), _comparable(found)
+        return [f"{key} is {actual[key]!r}, must be {wanted[key]!r}" for key in wanted if wanted[key] != actual[key]]
+
+
+async def _drain(queue: asyncio.Queue[Msg]) -> list[Msg]:
+    """Everything that is there, else the first that comes; empty after a silence."""
+    messages = []
+    if queue.empty():
+        try:
+            messages.append(await asyncio.wait_for(queue.get(), SILENCE_S))
+        except TimeoutError:
+            return []
+    while not queue.empty() and len(messages) < 1000:
+        messages.append(queue.get_nowait())
+    return messages
+
+
+def _recorded(message: Msg) -> Recorded:
+    where = message.metadata
+    return decode(
+        where.sequence.stream, _nanoseconds(where.timestamp), message.subject, message.headers or {}, message.data
+    )
+
+
+def _nanoseconds(when: datetime.datetime | None) -> int:
+    return int(when.timestamp() * 1_000_000) * 1000 if when else 0
+
+
+def _append_error(draft: Draft, prev: int, where: str, error: APIError) -> Exception:
+    if error.err_code in WRONG_SEQUENCE:
+        return Conflict(draft.event.chain, prev)
+    if isinstance(error, (BadRequestError, NotFoundError)):
+        return ContractError(f"{where}: the server refuses it: {error.description} ({error.err_code})")
+    return Unavailable(f"{where}: {error.description} ({error.err_code}); is the stream or its disk full?")
+
+
+def _config(spec: StreamSpec) -> api.StreamConfig:
+    return api.StreamConfig(
+        name=spec.name,
+        subjects=list(spec.subjects) or None,
+        storage=api.StorageType.MEMORY if spec.memory else api.StorageType.FILE,
+        num_replicas=spec.replicas,
+        retention=api.RetentionPolicy.LIMITS,
+        discard=api.DiscardPolicy.NEW if spec.keeps else api.DiscardPolicy.OLD,
+        deny_delete=spec.keeps,
+        deny_purge=spec.keeps,
+        max_age=spec.max_age_s,
+        max_msg_size=spec.max_msg_size,
+        allow_direct=True,
+        duplicate_window=DUPLICATE_WINDOW_S,
+        sources=[api.StreamSource(name=spec.source, filter_subject=spec.source_filter)] if spec.source else None,
+    )
+
+
+def _comparable(config: api.StreamConfig) -> dict[str, Any]:
+    """The settings that the protocol stands on."""
+    return {
+        "subjects": sorted(config.subjects or []),
+        "storage": str(getattr(config.storage, "value", config.storage)),
+        "replicas": config.num_replicas,
+        "discard": str(getattr(config.discard, "value", config.discard)),
+        "deny_delete": bool(config.deny_delete),
+        "deny_purge": bool(config.deny_purge),
+        "max_age_s": int(config.max_age or 0),
+        "max_msgs": max(config.max_msgs or -1, -1) if config.max_msgs not in (0, None) else -1,
+        "max_bytes": max(config.max_bytes or -1, -1) if config.max_bytes not in (0, None) else -1,
+        "sources": sorted(f"{s.name} {s.filter_subject}" for s in config.sources or []),
+    }

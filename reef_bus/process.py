@@ -1,0 +1,89 @@
+"""One role as one operating-system process: lock, boot id, connection, loop, signals, exit status.
+
+Knows: how a boot begins and ends. Must not know: what any role does.
+Exit status: 0 after SIGTERM or SIGINT, 2 for a user's mistake, 3 when the boot is over (replaced, excluded, or unable
+to go on: start a new one), 1 for a defect. A consumer that met a contradiction stays up, halted, and says so.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import sys
+from collections.abc import Awaitable, Callable
+from importlib import metadata
+
+from reef_bus.config import Config
+from reef_bus.core.effects import Me
+from reef_bus.embedded import Lock
+from reef_bus.errors import ReefError, Rejected
+from reef_bus.journal import Journal
+from reef_bus.runner import Retired, Role, Runner
+
+log = logging.getLogger(__name__)
+
+OK, DEFECT, MISTAKE, OVER = 0, 1, 2, 3
+ROLES = "reef_bus.roles"
+FAULT = "REEF_FAULT_FLIP"
+"""Environment: `<engine>@<sequence>` flips a bit of that engine's live weights, once, after it received that target."""
+
+Build = Callable[[Config, Journal, Me, contextlib.AsyncExitStack], Awaitable[Role]]
+
+
+def run_role(role: str, config: Config, id_: str) -> int:
+    """Load a role by its entry point and run it in this process until it ends. Returns the exit status."""
+    found = list(metadata.entry_points(group=ROLES, name=role))
+    if not found:
+        names = sorted(entry.name for entry in metadata.entry_points(group=ROLES))
+        raise Rejected(f"no role {role!r}; installed: {', '.join(names) or 'none'}")
+    try:
+        run: Callable[[Config, str], int] = found[0].load()
+    except ImportError as error:
+        raise Rejected(f"role {role} needs an extra ({error.name}): pip install 'reef-bus[demo]'") from error
+    return run(config, id_)
+
+
+def run(id_: str, config: Config, build: Build) -> int:
+    """Run what `build` makes as one boot of component `id_`."""
+    logging.basicConfig(
+        level=os.environ.get("REEF_LOG_LEVEL", "INFO"),
+        format=f"%(asctime)s {id_} %(levelname)s %(message)s",
+        stream=sys.stderr,
+    )
+    lock = Lock(config.folder("locks") / f"{id_}.lock", f"component {id_} of {config.state_dir}")
+    me = Me(id_, lock.token)
+    try:
+        return asyncio.run(_run(config, me, build))
+    except Retired as end:
+        log.warning("this boot ends: %s", end)
+        return OVER
+    except ReefError as error:
+        log.error("%s", error)
+        return MISTAKE if isinstance(error, Rejected) else OVER
+    finally:
+        lock.release()
+
+
+async def _run(config: Config, me: Me, build: Build) -> int:
+    from reef_bus.jetstream import connect
+
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    async with contextlib.AsyncExitStack() as stack:
+        journal = await connect(config.nats.url, config.deployment, f"reef-{me.id}")
+        stack.push_async_callback(journal.close)
+        role = await build(config, journal, me, stack)
+        runner = asyncio.ensure_future(Runner(journal, role).run())
+        stopped = asyncio.ensure_future(stop.wait())
+        log.info("boot %s is up", me.boot)
+        await asyncio.wait({runner, stopped}, return_when=asyncio.FIRST_COMPLETED)
+        if runner.done():
+            await runner
+        runner.cancel()
+        await asyncio.gather(runner, return_exceptions=True)
+        log.info("boot %s ends, as asked", me.boot)
+    return OK

@@ -1,0 +1,150 @@
+"""Subjects, families, authorities, compare-and-append filters and streams: one table, as data.
+
+Knows: which family lives where and who alone may write it. Must not know: a broker client, or what events mean.
+Subject, filter and permission come from the same row, so that one family is never spelled in two ways: on a replicated
+stream two spellings of a filter are not serialised against each other.
+"""
+
+from __future__ import annotations
+
+import base64
+import re
+from typing import NamedTuple
+
+import msgspec
+
+from reef_bus.envelope import MAX_EVENT_BYTES
+from reef_bus.errors import ContractError, Rejected
+from reef_bus.events import Event
+
+TOKEN = re.compile(r"^[A-Za-z0-9_-]+$")
+_ENCODED = "b64-"
+DUPLICATE_WINDOW_S = 600
+
+
+class Family(NamedTuple):
+    """One row: the role that alone writes the family, its stream, and whether each id is a family of its own."""
+
+    name: str
+    writer: str
+    stream: str
+    per_id: bool
+    compares: bool
+
+
+FAMILIES = {
+    row.name: row
+    for row in (
+        Family("train", "trainer", "LOG", per_id=False, compares=True),
+        Family("release", "publisher", "LOG", per_id=False, compares=True),
+        Family("engine", "engine", "LOG", per_id=True, compares=True),
+        Family("deployment", "supervisor", "LOG", per_id=False, compares=True),
+        Family("operator", "person", "LOG", per_id=True, compares=False),
+        Family("record", "gateway", "RECORDS", per_id=True, compares=False),
+        Family("site", "relay", "SITES", per_id=True, compares=True),
+    )
+}
+
+
+class Address(NamedTuple):
+    """A subject taken apart; `id` is decoded."""
+
+    deployment: str
+    family: str
+    id: str
+    name: str
+
+
+class StreamSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """What a stream must look like. `source` names the stream whose `source_filter` messages it copies."""
+
+    name: str
+    subjects: tuple[str, ...] = ()
+    memory: bool = False
+    keeps: bool = True
+    max_age_s: int = 0
+    max_msg_size: int = MAX_EVENT_BYTES + 4096
+    replicas: int = 1
+    source: str = ""
+    source_filter: str = ""
+
+
+def token(text: str) -> str:
+    """`text` as one subject token: itself where it can be, else base64url; lossless."""
+    if TOKEN.match(text) and not text.startswith(_ENCODED):
+        return text
+    return _ENCODED + base64.urlsafe_b64encode(text.encode()).decode().rstrip("=")
+
+
+def plain(tok: str) -> str:
+    """The inverse of `token`."""
+    if not tok.startswith(_ENCODED):
+        return tok
+    body = tok.removeprefix(_ENCODED)
+    return base64.urlsafe_b64decode(body + "=" * (-len(body) % 4)).decode()
+
+
+def check_name(kind: str, name: str) -> str:
+    """`name` if it can stand in subjects and file names as it is, else Rejected."""
+    if not TOKEN.match(name) or len(name) > 64:
+        raise Rejected(f"{kind} {name!r}: expected 1 to 64 of A-Z a-z 0-9 _ -")
+    return name
+
+
+def subject(deployment: str, event: Event) -> str:
+    return f"reef.{deployment}.{event.family}.{token(event.key)}.{type(event).__name__}"
+
+
+def compare_filter(deployment: str, event: Event) -> str:
+    """The one spelling of the compare-and-append filter of the event's chain."""
+    chain = f"{event.family}.{token(event.key)}" if event.own_chain else event.family
+    return f"reef.{deployment}.{chain}.>"
+
+
+def parse(text: str) -> Address:
+    """Take a subject apart; ContractError for one that is not ours."""
+    parts = text.split(".")
+    if len(parts) != 5 or parts[0] != "reef" or parts[2] not in FAMILIES or not all(map(TOKEN.match, parts)):
+        raise ContractError(f"subject {text!r} is not of the form reef.<deployment>.<family>.<id>.<EventName>")
+    return Address(parts[1], parts[2], plain(parts[3]), parts[4])
+
+
+def stream_name(deployment: str, stream: str) -> str:
+    return f"REEF_{deployment}_{stream}"
+
+
+def telemetry_subject(deployment: str, role: str, id_: str) -> str:
+    return f"reef.{deployment}.tel.{role}.{token(id_)}"
+
+
+def streams(deployment: str, replicas: int = 1) -> tuple[StreamSpec, ...]:
+    """The streams of a deployment, in the order in which they can be created."""
+
+    def own(stream: str) -> tuple[str, ...]:
+        return tuple(f"reef.{deployment}.{f.name}.>" for f in FAMILIES.values() if f.stream == stream)
+
+    log = stream_name(deployment, "LOG")
+    return (
+        StreamSpec(name=log, subjects=own("LOG"), replicas=replicas),
+        StreamSpec(name=stream_name(deployment, "RECORDS"), subjects=own("RECORDS"), replicas=replicas),
+        StreamSpec(
+            name=stream_name(deployment, "RELEASES"),
+            source=log,
+            source_filter=f"reef.{deployment}.release.>",
+            replicas=replicas,
+        ),
+        StreamSpec(
+            name=stream_name(deployment, "TELEMETRY"),
+            subjects=(f"reef.{deployment}.tel.>",),
+            memory=True,
+            keeps=False,
+            max_age_s=600,
+        ),
+    )
+
+
+def permissions(deployment: str, role: str, id_: str = "") -> tuple[str, ...]:
+    """The subjects that a role may publish to, for a server's authorisation table."""
+    rows = [f for f in FAMILIES.values() if f.writer == role]
+    names = [f"{f.name}.{token(id_)}" if f.per_id and id_ else f.name for f in rows]
+    return (*(f"reef.{deployment}.{name}.>" for name in names), f"reef.{deployment}.tel.{role}.>")

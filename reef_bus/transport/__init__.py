@@ -1,0 +1,105 @@
+"""How weights move: the small contract that every transport keeps, and the transports that exist here.
+
+Knows: manifests, pieces of memory, attempts, one error for every failure.
+Must not know: the log, who is fenced, or whether what arrived is right: the receiver hashes its own memory afterwards.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+
+import msgspec
+
+from reef_bus.artifacts import ArtifactStore
+from reef_bus.backends import Pieces
+from reef_bus.errors import TransferError
+from reef_bus.manifest import Manifest
+
+STALL_S = 10.0
+"""Default progress deadline of every wait: no library notices a stopped peer, so each transport must."""
+
+
+class Ticket(msgspec.Struct, frozen=True):
+    """What a receiver needs to begin; rides in `SenderReady`. `token` admits to one attempt, and is no secret from
+    whoever may read the log."""
+
+    transport: str
+    address: str
+    token: str
+
+
+class Offer(ABC):
+    """One attempt's open door at the sender."""
+
+    @property
+    @abstractmethod
+    def ticket(self) -> Ticket:
+        """What receivers of this attempt need."""
+
+    @property
+    @abstractmethod
+    def sent_bytes(self) -> int:
+        """Bytes of tensors handed to the network so far, all receivers together."""
+
+    @abstractmethod
+    async def close(self) -> None:
+        """End every connection of this attempt and admit nobody any more; safe to repeat."""
+
+
+class Transport(ABC):
+    """Moves one version's bytes from a sender's memory, or an artifact, into receivers' memory.
+
+    Every failure is a TransferError, within the progress deadline; to cancel closes what was open. The next attempt
+    is not affected by how an earlier one ended."""
+
+    name: str
+
+    @abstractmethod
+    async def offer(self, manifest: Manifest, source: Pieces, *, publication: str, attempt: int) -> Offer:
+        """Open the door of one attempt. `source` must hold what the manifest describes and must not change until the
+        offer is closed. Raises TransferError("mismatch") if it does not fit."""
+
+    @abstractmethod
+    async def receive(
+        self,
+        ticket: Ticket,
+        manifest: Manifest,
+        target: Pieces,
+        *,
+        publication: str,
+        attempt: int,
+        stall_s: float = STALL_S,
+        progress: Callable[[int], None] | None = None,
+    ) -> int:
+        """Fill `target`'s memory; returns bytes. A target that does not fit is refused before a byte moves.
+
+        `progress` gets the bytes that have arrived so far. When this returns, raises or is cancelled, nothing of the
+        attempt can write into `target` any more, so the caller may hash it. It has **not** been hashed."""
+
+
+@contextlib.contextmanager
+def transfer_errors(about: str) -> Iterator[None]:
+    """Turn what operating systems and deadlines raise into the one error of this contract. `about` names the peer."""
+    try:
+        yield
+    except TimeoutError as error:
+        raise TransferError("stalled", f"{about}: no progress within the deadline") from error
+    except (ConnectionRefusedError, FileNotFoundError) as error:
+        raise TransferError("refused", f"{about}: nothing is there ({error.strerror})") from error
+    except MemoryError as error:
+        raise TransferError("memory", f"{about}: out of memory") from error
+    except OSError as error:
+        cause = "memory" if error.errno in (errno.ENOMEM, errno.ENOBUFS) else "closed"
+        raise TransferError(cause, f"{about}: {error.strerror or error}") from error
+
+
+def transports(store: ArtifactStore, host: str = "127.0.0.1") -> dict[str, Transport]:
+    """The transports of this build, by name. `host` is an address of this machine that receivers can reach."""
+    # Imported here because each transport inherits from this module.
+    from reef_bus.transport.files import FilesTransport
+    from reef_bus.transport.tcp import TcpTransport
+
+    return {transport.name: transport for transport in (TcpTransport(host), FilesTransport(store))}

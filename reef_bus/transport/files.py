@@ -1,0 +1,130 @@
+"""Weights from the artifact store: always works; for late joiners, rollback and sites, where no sender lives.
+
+Knows: the artifact store, manifests, the progress deadline.
+Must not know: sockets, the log, or who else reads the artifact. Artifacts are immutable, so attempts share them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import Callable
+
+from reef_bus.artifacts import ArtifactStore, copy_weights, verify_weights, weights_blob
+from reef_bus.backends import Pieces
+from reef_bus.errors import ContractError, TransferError
+from reef_bus.manifest import Manifest, describe, differences, require_fit
+from reef_bus.transport import STALL_S, Offer, Ticket, Transport, transfer_errors
+
+
+class FilesTransport(Transport):
+    """Receivers read the artifact themselves: a ticket needs only its blob digest, and anyone may make one."""
+
+    name = "files"
+
+    def __init__(self, store: ArtifactStore) -> None:
+        self._store = store
+
+    async def offer(self, manifest: Manifest, source: Pieces, *, publication: str, attempt: int) -> Offer:
+        """As the contract; also raises TransferError("refused") when `source` was not saved in this store before."""
+        require_fit(manifest, source)
+        said = differences(manifest, await asyncio.to_thread(describe, source))
+        if said:
+            raise TransferError("mismatch", said[0])
+        blob = await asyncio.to_thread(weights_blob, manifest, source)
+        if not self._store.has(blob.digest):
+            path = self._store.path(blob.digest)
+            raise TransferError("refused", f"no artifact at {path}: call save_weights before offering it")
+        return FilesOffer(Ticket(self.name, blob.digest, ""))
+
+    async def receive(
+        self,
+        ticket: Ticket,
+        manifest: Manifest,
+        target: Pieces,
+        *,
+        publication: str,
+        attempt: int,
+        stall_s: float = STALL_S,
+        progress: Callable[[int], None] | None = None,
+    ) -> int:
+        require_fit(manifest, target, writable=True)
+        about = f"artifact {_path(self._store, ticket)}"
+        with transfer_errors(about):
+            async with asyncio.timeout(stall_s) as deadline:
+                await self._verify(ticket.address, manifest, deadline, stall_s)
+                return await self._copy(ticket.address, target, deadline, stall_s, progress)
+
+    async def _verify(self, digest: str, manifest: Manifest, deadline: asyncio.Timeout, stall_s: float) -> None:
+        """Off the loop, because a disk may hang. A thread that is left behind there only reads, closes its file, and
+        stops at its next slice."""
+        left = threading.Event()
+        loop = asyncio.get_running_loop()
+
+        def verify() -> None:
+            with contextlib.closing(verify_weights(self._store, digest, manifest)) as steps:
+                for _ in steps:
+                    if left.is_set():
+                        return
+                    loop.call_soon_threadsafe(moved)
+
+        def moved() -> None:
+            if not left.is_set() and not deadline.expired():
+                _put_off(deadline, stall_s)
+
+        try:
+            await asyncio.to_thread(verify)
+        finally:
+            left.set()
+
+    async def _copy(
+        self,
+        digest: str,
+        target: Pieces,
+        deadline: asyncio.Timeout,
+        stall_s: float,
+        progress: Callable[[int], None] | None,
+    ) -> int:
+        """On the loop, slice by slice, from pages that verifying has just read: no thread ever holds the target, so
+        that nothing is left to write into it after a cancel."""
+        total = 0
+        with contextlib.closing(copy_weights(self._store, digest, target)) as steps:
+            for count in steps:
+                total += count
+                _put_off(deadline, stall_s)
+                if progress is not None:
+                    progress(total)
+                await asyncio.sleep(0)
+        return total
+
+
+class FilesOffer(Offer):
+    """Nothing is held open: the artifact stays readable after `close`, because it is nobody's attempt."""
+
+    def __init__(self, ticket: Ticket) -> None:
+        self._ticket = ticket
+
+    @property
+    def ticket(self) -> Ticket:
+        return self._ticket
+
+    @property
+    def sent_bytes(self) -> int:
+        return 0
+
+    async def close(self) -> None:
+        return None
+
+
+def _path(store: ArtifactStore, ticket: Ticket) -> str:
+    try:
+        if ticket.transport == "files":
+            return str(store.path(ticket.address))
+    except ContractError:
+        pass
+    raise TransferError("protocol", f"expected a files ticket for a blob, found {ticket.transport} {ticket.address!r}")
+
+
+def _put_off(deadline: asyncio.Timeout, stall_s: float) -> None:
+    deadline.reschedule(asyncio.get_running_loop().time() + stall_s)

@@ -1,0 +1,147 @@
+"""Read models for people: pure folds of the world and its events, as plain values.
+
+Knows: the world, deadlines. Must not know: terminals, HTTP, or any other source of truth.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from reef_bus.core.effects import Policy
+from reef_bus.core.publication import Publication
+from reef_bus.core.serving import fenced, live, may_generate
+from reef_bus.core.world import World
+from reef_bus.events import Event
+
+SECOND = 1_000_000_000
+
+
+def status(world: World, now: int, policy: Policy) -> dict[str, Any]:
+    """What `reef-bus status` and GET /reef/status say: versions, engines, on whom we wait, since when, what is next."""
+    published, training = world.publications, world.training
+    head = published.head
+    return {
+        "incarnation": world.incarnation,
+        "log_events": world.seq,
+        "void_events": world.void,
+        "scenario": training.scenario,
+        "model": training.model,
+        "head": {"load_id": head.load_id, "candidate": head.candidate, "manifest": head.manifest} if head else None,
+        "releases": len(published.releases),
+        "engines": {name: _engine(world, name) for name in sorted(world.membership.engines)},
+        "trainer": {"boot": training.boot, "jobs": training.dispatched},
+        "open_job": {"job": training.job.id, "attempt": training.job.attempt} if training.job else None,
+        "open_publication": _publication(published.open) if published.open else None,
+        "waiting": waiting(world, now, policy),
+        "components": {
+            name: {"running": c.running, "starts": c.starts, "lost": len(c.lost), "halted": c.halted}
+            for name, c in sorted(world.components.items())
+        },
+    }
+
+
+def _engine(world: World, name: str) -> dict[str, Any]:
+    engine = world.membership.engines[name]
+    return {
+        "boot": engine.boot,
+        "url": engine.url,
+        "state": engine_state(world, name),
+        "holds": engine.verified.load_id if engine.verified else None,
+    }
+
+
+def engine_state(world: World, name: str) -> str:
+    """One word: serving, fenced, catching-up, excluded or left."""
+    engine = world.membership.engines[name]
+    if engine.left:
+        return "left"
+    if not live(world, engine):
+        return "excluded"
+    if fenced(world, name, engine.boot):
+        return "fenced"
+    return "serving" if may_generate(world, name, engine.boot) else "catching-up"
+
+
+def _publication(open_: Publication) -> dict[str, Any]:
+    return {
+        "publication": open_.id,
+        "load_id": open_.load_id,
+        "candidate": open_.candidate,
+        "attempt": open_.attempt,
+        "members": [member.engine for member in open_.members],
+        "transport": open_.transport,
+    }
+
+
+def waiting(world: World, now: int, policy: Policy) -> dict[str, Any]:
+    """On whom the deployment waits, since when (seconds), what happens next, and what a person can do."""
+    open_ = world.publications.open
+    halted = sorted(name for name, component in world.components.items() if component.halted)
+    if halted:
+        return _wait(
+            ", ".join(halted), 0, now, "nothing by itself: it was restarted too often", "reef-bus log --tail 50"
+        )
+    if not world.incarnation:
+        return _wait("the supervisor", 0, now, "it opens the log", "reef-bus streams apply")
+    if not world.training.scenario:
+        return _wait("the trainer", world.time, now, "it registers the base model as release 0")
+    if open_:
+        return _waiting_for_publication(world, open_, now, policy)
+    if not any(live(world, engine) for engine in world.membership.engines.values()):
+        return _wait("an engine", world.time, now, "it joins, loads and proves the head")
+    behind = [n for n in sorted(world.membership.engines) if engine_state(world, n) == "catching-up"]
+    if behind:
+        return _wait(", ".join(behind), world.time, now, "it loads and proves the head")
+    if world.training.job:
+        return _wait("the trainer", world.time, now, f"it finishes {world.training.job.id}")
+    return _wait("the harness", world.time, now, "enough fresh, reported answers make the next batch")
+
+
+def _waiting_for_publication(world: World, open_: Publication, now: int, policy: Policy) -> dict[str, Any]:
+    members, deadlines = open_.members, policy.deadlines
+    unfenced = [m.engine for m in members if not world.membership.fence(m.boot, open_.id, open_.attempt)]
+    if unfenced:
+        then = (
+            f"it stops generating; after {deadlines.fence_s:g} s it is excluded and attempt {open_.attempt + 1} begins"
+        )
+        return _wait(", ".join(unfenced), open_.attempt_time, now, then)
+    sender = world.training.sender
+    if sender is None or (sender.publication, sender.attempt) != (open_.id, open_.attempt):
+        then = f"it offers the weights; after {deadlines.sender_s:g} s attempt {open_.attempt + 1} begins"
+        return _wait("the trainer", open_.attempt_time, now, then)
+    unproven = [m.engine for m in members if not world.membership.report(m.boot, open_.id, open_.attempt)]
+    if unproven:
+        then = f"it proves what it received; after {deadlines.verify_s:g} s attempt {open_.attempt + 1} begins"
+        return _wait(", ".join(unproven), sender.time, now, then)
+    return _wait("a publisher", world.time, now, "it commits the release, or ends the attempt")
+
+
+def _wait(on: str, since: int, now: int, then: str, command: str = "") -> dict[str, Any]:
+    seconds = round(max(0, now - since) / SECOND, 1) if since else None
+    return {"on": on, "since_s": seconds, "next": then, "command": command}
+
+
+def sentence(event: Event) -> str:
+    """An event in one line for people: its telling fields, without digests at full length."""
+    shown = []
+    for field in event.__struct_fields__:
+        value = getattr(event, field)
+        if field in ("scenario", "engine", "component") or value in ("", 0, (), None, {}):
+            continue
+        shown.append(f"{field}={_short(value)}")
+    return " ".join(shown)
+
+
+def _short(value: object) -> str:
+    if isinstance(value, str):
+        return value if len(value) <= 24 else value[:8] + "…" if _hex(value) else value[:60]
+    if isinstance(value, tuple):
+        return "[" + ",".join(_short(getattr(item, "engine", item)) for item in value) + "]"
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{k}:{_short(v)}" for k, v in list(value.items())[:4]) + "}"
+    digest = getattr(value, "digest", None)
+    return f"{value:g}" if isinstance(value, float) else _short(digest) if digest else str(value)
+
+
+def _hex(text: str) -> bool:
+    return all(character in "0123456789abcdef:" for character in text)

@@ -1,0 +1,291 @@
+"""Builders of events, one per name, with every value that no test cares about; and histories that tests begin with.
+
+Knows: names and fields. Must not know: what any of it does to a world.
+"""
+
+from __future__ import annotations
+
+from reef_bus.events import (
+    Blob,
+    CandidateEvaluated,
+    CandidateReady,
+    CandidateRejected,
+    CandidateSelected,
+    EngineExcluded,
+    EngineFenced,
+    EngineJoined,
+    EngineLeft,
+    Evidence,
+    JobDispatched,
+    JobDropped,
+    JobStarted,
+    LogOpened,
+    Member,
+    PublicationHalted,
+    PublicationRefused,
+    ReceiverFailed,
+    ReceiverVerified,
+    ReleaseCommitted,
+    ScenarioRegistered,
+    SenderFailed,
+    SenderReady,
+    TargetPersisted,
+    TrainerJoined,
+    TrainerRestored,
+    TransferAborted,
+)
+from tests.spec import T0, Step
+
+S = "digit"
+
+
+def L(sequence: int) -> str:
+    return f"inc:{sequence}"
+
+
+def digest(candidate: str) -> str:
+    return f"digest-of-{candidate}"
+
+
+def blob(name: str) -> Blob:
+    return Blob(f"sha-of-{name}", 10)
+
+
+def m(engine: str, start: int = 1) -> Member:
+    return Member(engine, f"{engine}.{start}")
+
+
+def opened(rules: int = 1) -> LogOpened:
+    return LogOpened(incarnation="inc", rules=rules)
+
+
+def trainer_joined(offers: tuple[str, ...] = ("tcp", "files")) -> TrainerJoined:
+    return TrainerJoined(scenario=S, backend="torch", offers=offers, mutates_in_place=False)
+
+
+def registered() -> ScenarioRegistered:
+    return ScenarioRegistered(
+        scenario=S,
+        model="tiny",
+        recipe="r",
+        weights=blob("base"),
+        optimizer=None,
+        manifest=digest("base"),
+        tensor_bytes=8,
+    )
+
+
+def joined(engine: str, accepts: tuple[str, ...] = ("tcp", "files")) -> EngineJoined:
+    return EngineJoined(engine=engine, url=f"http://{engine}", backend="torch", accepts=accepts)
+
+
+def dispatched(job: str, base: str = "base", step: int = 1) -> JobDispatched:
+    return JobDispatched(scenario=S, job=job, step=step, base=base, batch=blob(f"batch-{job}"), records=8)
+
+
+def started(job: str, attempt: int = 1) -> JobStarted:
+    return JobStarted(scenario=S, job=job, attempt=attempt)
+
+
+def ready(job: str, candidate: str, base: str = "base", attempt: int = 1) -> CandidateReady:
+    return CandidateReady(
+        scenario=S,
+        job=job,
+        attempt=attempt,
+        candidate=candidate,
+        base=base,
+        weights=blob(candidate),
+        optimizer=blob(f"optimizer-{candidate}"),
+        manifest=digest(candidate),
+        tensor_bytes=8,
+        metrics={"loss": 0.5},
+    )
+
+
+def dropped(job: str) -> JobDropped:
+    return JobDropped(scenario=S, job=job, reason="not_finite")
+
+
+def evaluated(candidate: str) -> CandidateEvaluated:
+    return CandidateEvaluated(scenario=S, candidate=candidate, evaluator="none", metrics={"reward": 1.0})
+
+
+def selected(candidate: str) -> CandidateSelected:
+    return CandidateSelected(scenario=S, candidate=candidate, selector="all")
+
+
+def rejected(candidate: str) -> CandidateRejected:
+    return CandidateRejected(scenario=S, candidate=candidate, selector="all", why="worse")
+
+
+def restored(candidate: str, sequence: int) -> TrainerRestored:
+    return TrainerRestored(scenario=S, load_id=L(sequence), candidate=candidate)
+
+
+def offered(n: int, candidate: str, attempt: int = 1) -> SenderReady:
+    return SenderReady(
+        scenario=S,
+        publication=f"pub{n}",
+        attempt=attempt,
+        load_id=L(n),
+        manifest=digest(candidate),
+        transport="tcp",
+        address="127.0.0.1:1",
+        token="secret",
+    )
+
+
+def offer_failed(n: int, attempt: int = 1) -> SenderFailed:
+    return SenderFailed(scenario=S, publication=f"pub{n}", attempt=attempt, cause="memory", detail="no room")
+
+
+def target(n: int, candidate: str, *members: Member, parent: int | None = None, manifest: str = "") -> TargetPersisted:
+    return TargetPersisted(
+        scenario=S,
+        publication=f"pub{n}",
+        candidate=candidate,
+        load_id=L(n),
+        parent=L(n - 1 if parent is None else parent),
+        manifest=manifest or digest(candidate),
+        weights=blob(candidate),
+        tensor_bytes=8,
+        attempt=1,
+        members=members,
+        sender="trainer",
+        transport="tcp",
+        mode="fenced",
+        pause="drain",
+    )
+
+
+def refused(candidate: str, reason: str = "transport") -> PublicationRefused:
+    return PublicationRefused(scenario=S, candidate=candidate, reason=reason)
+
+
+def aborted(n: int, attempt: int, *members: Member, excluded: tuple[Member, ...] = ()) -> TransferAborted:
+    return TransferAborted(
+        scenario=S,
+        publication=f"pub{n}",
+        attempt=attempt,
+        reason="fence_deadline",
+        excluded=excluded,
+        next_attempt=attempt + 1,
+        members=members,
+    )
+
+
+def halted(n: int, attempt: int = 1, excluded: tuple[Member, ...] = ()) -> PublicationHalted:
+    return PublicationHalted(
+        scenario=S, publication=f"pub{n}", attempt=attempt, reason="sender_deadline", excluded=excluded
+    )
+
+
+def excluded(engine: str, start: int = 1) -> EngineExcluded:
+    return EngineExcluded(scenario=S, engine=engine, boot=f"{engine}.{start}", reason="its heartbeats stopped")
+
+
+def committed(
+    n: int, candidate: str, *members: Member, attempt: int = 1, parent: int | None = None, manifest: str = ""
+) -> ReleaseCommitted:
+    return ReleaseCommitted(
+        scenario=S,
+        publication=f"pub{n}",
+        attempt=attempt,
+        candidate=candidate,
+        load_id=L(n),
+        parent=L(n - 1 if parent is None else parent),
+        manifest=manifest or digest(candidate),
+        evidence=tuple(Evidence(each.engine, each.boot, 1, digest(candidate)) for each in members),
+    )
+
+
+def fenced(engine: str, n: int, attempt: int = 1) -> EngineFenced:
+    return EngineFenced(
+        engine=engine,
+        publication=f"pub{n}",
+        attempt=attempt,
+        previous=L(n - 1),
+        resumed_at=T0,
+        served=3,
+        stopped_ms=1.5,
+    )
+
+
+def verified(engine: str, n: int, candidate: str, attempt: int = 1, manifest: str = "") -> ReceiverVerified:
+    """A member's word on an attempt: what its memory hashes to."""
+    return ReceiverVerified(
+        engine=engine,
+        publication=f"pub{n}",
+        attempt=attempt,
+        load_id=L(n),
+        manifest=manifest or digest(candidate),
+        method="received",
+        tensors=2,
+        bytes=8,
+        ms=1.0,
+    )
+
+
+def holds(engine: str, n: int, candidate: str, manifest: str = "") -> ReceiverVerified:
+    """A catch-up's word: the engine proved the head outside of any publication."""
+    return ReceiverVerified(
+        engine=engine,
+        publication="",
+        attempt=0,
+        load_id=L(n),
+        manifest=manifest or digest(candidate),
+        method="artifact",
+        tensors=2,
+        bytes=8,
+        ms=1.0,
+    )
+
+
+def failed(engine: str, n: int, attempt: int = 1, observed: str = "") -> ReceiverFailed:
+    return ReceiverFailed(
+        engine=engine,
+        publication=f"pub{n}",
+        attempt=attempt,
+        load_id=L(n),
+        cause="mismatch",
+        detail="tensor head.weight",
+        observed=observed,
+    )
+
+
+def left(engine: str) -> EngineLeft:
+    return EngineLeft(engine=engine, reason="asked to")
+
+
+# -- histories that many tests begin with
+
+E0, E1 = m("e0"), m("e1")
+
+REGISTERED: tuple[Step, ...] = (opened(), trainer_joined(), registered())
+"""Sequences 1 to 3."""
+
+SERVING: tuple[Step, ...] = (*REGISTERED, joined("e0"), joined("e1"), holds("e0", 0, "base"), holds("e1", 0, "base"))
+"""Sequences 1 to 7: both engines serve release 0."""
+
+
+def trained(candidate: str, base: str = "base", step: int = 1) -> tuple[Step, ...]:
+    """Five events: one job from dispatch to selection."""
+    job = f"job-{candidate}"
+    return (
+        dispatched(job, base, step),
+        started(job),
+        ready(job, candidate, base),
+        evaluated(candidate),
+        selected(candidate),
+    )
+
+
+def released(n: int, candidate: str, *members: Member) -> tuple[Step, ...]:
+    """A publication that goes well, from its target to its commit."""
+    return (
+        target(n, candidate, *members),
+        *(fenced(each.engine, n) for each in members),
+        offered(n, candidate),
+        *(verified(each.engine, n, candidate) for each in members),
+        committed(n, candidate, *members),
+    )

@@ -165,12 +165,14 @@ class JetStreamJournal(Journal):
                     if await self.head(stream) > after:
                         return
                     continue
-                batch = [_recorded(m) for m in messages if m.metadata.sequence.stream > after]
-                if batch and [r.seq for r in batch] != list(range(after + 1, after + 1 + len(batch))):
-                    return
+                batch, stop = _contiguous(messages, after)
                 if batch:
                     after = batch[-1].seq
                     yield batch
+                if isinstance(stop, ContractError):
+                    raise stop
+                if stop:
+                    return
         finally:
             with contextlib.suppress(Exception):
                 await subscription.unsubscribe()
@@ -235,6 +237,22 @@ async def _drain(queue: asyncio.Queue[Msg]) -> list[Msg]:
     while not queue.empty() and len(messages) < 1000:
         messages.append(queue.get_nowait())
     return messages
+
+
+def _contiguous(messages: list[Msg], after: int) -> tuple[list[Recorded], ContractError | bool]:
+    """The events that follow `after` without a gap, and what stopped: an unreadable event, a gap (True), or nothing."""
+    batch: list[Recorded] = []
+    for message in messages:
+        seq, last = message.metadata.sequence.stream, batch[-1].seq if batch else after
+        if seq <= last:
+            continue
+        if seq > last + 1:
+            return batch, True
+        try:
+            batch.append(_recorded(message))
+        except ContractError as error:
+            return batch, error
+    return batch, False
 
 
 def _recorded(message: Msg) -> Recorded:

@@ -8,15 +8,17 @@ a single server answers that the expectation is stale, a cluster answers with a 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable
 from typing import Any, Literal, NamedTuple
 
 import msgspec
 
+from reef_bus.core.void import RULES
 from reef_bus.envelope import MAX_EVENT_BYTES, decode, headers, identify, payload
 from reef_bus.errors import Conflict, ContractError, Rejected, Unavailable
-from reef_bus.events import Draft, Event, Recorded
+from reef_bus.events import Draft, Event, LogOpened, Recorded
 from reef_bus.topology import FAMILIES, subject
 
 LOG, RECORDS = "LOG", "RECORDS"
@@ -187,6 +189,15 @@ def _readable(messages: list[_Message]) -> list[Recorded]:
                 raise
             break
     return batch
+
+
+async def open_log(journal: Journal, incarnation: str, writer: str) -> None:
+    """Write the first event of an empty LOG; does nothing when there is one. Raises Unavailable."""
+    if await journal.head(LOG):
+        return
+    event = LogOpened(incarnation=incarnation, rules=RULES)
+    with contextlib.suppress(Conflict):  # somebody else opened it meanwhile: then it is open
+        await journal.append(Draft(event=event, writer=writer, boot=incarnation), 0)
 
 
 def check_position(stream: str, after: int, last_id: str, found: Recorded | None) -> None:

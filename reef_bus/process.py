@@ -20,7 +20,7 @@ from reef_bus.config import Config
 from reef_bus.core.effects import Me
 from reef_bus.embedded import Lock
 from reef_bus.errors import ReefError, Rejected
-from reef_bus.journal import Journal
+from reef_bus.jetstream import JetStreamJournal, connect
 from reef_bus.runner import Retired, Role, Runner
 
 log = logging.getLogger(__name__)
@@ -30,7 +30,7 @@ ROLES = "reef_bus.roles"
 FAULT = "REEF_FAULT_FLIP"
 """Environment: `<engine>@<sequence>` flips a bit of that engine's live weights, once, after it received that target."""
 
-Build = Callable[[Config, Journal, Me, contextlib.AsyncExitStack], Awaitable[Role]]
+Build = Callable[[Config, JetStreamJournal, Me, contextlib.AsyncExitStack], Awaitable[Role]]
 
 
 def run_role(role: str, config: Config, id_: str) -> int:
@@ -68,8 +68,6 @@ def run(id_: str, config: Config, build: Build) -> int:
 
 
 async def _run(config: Config, me: Me, build: Build) -> int:
-    from reef_bus.jetstream import connect
-
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)

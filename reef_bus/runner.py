@@ -147,7 +147,9 @@ class Runner:
         await self.reached(await self._head())  # replay to the head, then ask: half a log owes the wrong things
         while True:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._ask.wait(), self.tick_s)
+                # Not wait_for: on Python 3.11 it swallows a cancellation that comes together with the event.
+                async with asyncio.timeout(self.tick_s):
+                    await self._ask.wait()
             self._ask.clear()
             if self.halted:
                 continue
@@ -220,11 +222,8 @@ class Runner:
         for task in self._effects.values():
             if task.done() and not task.cancelled() and (error := task.exception()):
                 raise error
-        for debt in self._owed():
-            task_ = self._effects.get(debt.key)
-            if task_ is not None and task_.done() and not task_.cancelled() and debt.key not in self._settled:
-                return debt
-        return None
+        done = {k for k, task in self._effects.items() if task.done() and not task.cancelled()} - self._settled
+        return next((debt for debt in self._owed() if debt.key in done), None) if done else None
 
     async def _append(self, debt: Debt, event: Event) -> bool:
         """Whether the fact counts. An acknowledgement is not yet that, and its absence is not a no."""

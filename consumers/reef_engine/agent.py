@@ -108,13 +108,14 @@ class Agent(Role):
     async def _fence(self, effect: Fence) -> Event:
         began, head = time.monotonic(), self.world.publications.head
         async with self.memory:
+            resumed_at, self.resumed_at = self.resumed_at, 0
             return EngineFenced(
                 engine=self.me.id,
                 publication=effect.publication,
                 attempt=effect.attempt,
-                previous=head.load_id if head and self.resumed_at else "",
-                resumed_at=self.resumed_at,
-                served=self.served,
+                previous=head.load_id if head and resumed_at else "",
+                resumed_at=resumed_at,
+                served=self.served if resumed_at else 0,
                 stopped_ms=_ms(began),
             )
 
@@ -122,7 +123,6 @@ class Agent(Role):
         began = time.monotonic()
         async with self.memory:
             try:
-                self.resumed_at = 0
                 target = Manifest.decode(await blocking(self.store.get, effect.manifest))
                 moved = await self._move(effect, target)
                 self.fault.strike(self.backend, effect.load_id)

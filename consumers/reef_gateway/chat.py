@@ -57,7 +57,8 @@ def parse(body: bytes, model: str) -> Call:
 
 
 def _prompt(request: ChatRequest, ids: tuple[int, ...]) -> Prompt:
-    asked = request.max_completion_tokens or request.max_tokens or DEFAULT_MAX_TOKENS
+    given = (request.max_completion_tokens, request.max_tokens, DEFAULT_MAX_TOKENS)
+    asked = next(value for value in given if value is not None)
     if not 1 <= asked <= room(ids):
         raise Rejected(f"max_tokens is {asked}; after this prompt of {len(ids)} tokens 1 to {room(ids)} fit")
     return Prompt(ids=ids, max_tokens=asked, temperature=request.temperature, seed=request.seed)

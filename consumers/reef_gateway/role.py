@@ -33,14 +33,13 @@ from reef_bus.errors import ReefError, Rejected, Unavailable
 from reef_bus.events import Event, InferenceRecorded, Recorded
 from reef_bus.http import listen
 from reef_bus.journal import Journal
+from reef_bus.producer import ENGINE, LOAD_ID, RECEIPT, SCENARIO, TAG
 from reef_bus.runner import Role
 from reef_bus.samples import TokenRow
 from reef_bus.tokens import decode
 
 log = logging.getLogger(__name__)
 
-RECEIPT, SCENARIO, LOAD_ID, ENGINE = "x-reef-agent-record-id", "x-reef-scenario", "x-reef-load-id", "x-reef-engine"
-TAG = "x-reef-tag-"
 MAX_TAGS, MAX_TAG_BYTES = 16, 256
 
 

@@ -21,16 +21,16 @@ from typing import Any
 import msgspec
 import psutil
 from reef_bus.audit import read_history
-from reef_bus.core.invariants import Audit, check
 
 from consumers.reef_supervisor.deployment import CONFIG_FILE, Deployment, deployment
-from consumers.reef_supervisor.harness import GROUP_SIZE, Answer, Harness, harness
+from consumers.reef_supervisor.harness import GROUP_SIZE, Harness, Scored, harness
 from consumers.reef_supervisor.role import components
 from consumers.reef_supervisor.screen import Screen
 from consumers.reef_supervisor.tally import Tally
 from reef_bus.artifacts import ArtifactStore
 from reef_bus.config import Config, Nats, Publication, Training, load
 from reef_bus.core.effects import Deadlines, Restarts
+from reef_bus.core.invariants import Audit, check
 from reef_bus.core.serving import serving
 from reef_bus.core.world import World
 from reef_bus.errors import Rejected, Unavailable
@@ -130,7 +130,7 @@ class Demo:
         try:
             async with asyncio.timeout(self.args.timeout):
                 await self._first_answer(running, client)
-                final: list[Answer] = []
+                final: list[Scored] = []
                 while not final:
                     await self._train(running, client)
                     await self._settle(running)
@@ -152,7 +152,7 @@ class Demo:
         if running.failure.done():
             asked.cancel()
             running.failure.result()
-        self.tally.answer(await asked)
+        self.tally.score(await asked)
         self.first_answer_s = time.monotonic() - self.began
         self.screen.say(f"first answer after {self.first_answer_s:.1f} s")
 
@@ -167,9 +167,9 @@ class Demo:
         while not client.answers.empty():
             self._count(client.answers.get_nowait())
 
-    def _count(self, answer: Answer) -> None:
+    def _count(self, scored: Scored) -> None:
         self.answers += 1
-        self.tally.answer(answer)
+        self.tally.score(scored)
 
     def _enough(self, world: World) -> bool:
         head = world.publications.head
@@ -186,17 +186,17 @@ class Demo:
             _raise_first(None, running)
             quiet = quiet + 0.1 if _idle(running.world, self.config) else 0.0
 
-    async def _final(self, running: Deployment, client: Harness) -> list[Answer]:
+    async def _final(self, running: Deployment, client: Harness) -> list[Scored]:
         """Fresh answers by the final release, from every engine; empty when they are not good enough yet."""
         head = running.world.publications.head
         assert head is not None
-        answers: list[Answer] = []
+        answers: list[Scored] = []
         while not _spread(answers, self.config):
             if len(answers) >= FINAL_MOST:
                 raise Unavailable(f"{FINAL_MOST} answers, and not {FINAL_EACH} of every engine")
             digits = [str(number % 10) for number in range(FINAL // 3)]
             answers += await asyncio.gather(*(client.exchange(d, {"phase": "final"}, train=False) for d in digits))
-        wrong = {answer.load_id for answer in answers} - {head.load_id}
+        wrong = {scored.answer.load_id for scored in answers} - {head.load_id}
         if wrong:
             raise Unavailable(f"final answers name {sorted(wrong)}, the head is {head.load_id}")
         good = self.args.target is None or _mean(answers) > self.args.target
@@ -204,7 +204,7 @@ class Demo:
 
     # -- result
 
-    def _summary(self, running: Deployment, audit: Audit, final: list[Answer], seconds: float) -> dict[str, Any]:
+    def _summary(self, running: Deployment, audit: Audit, final: list[Scored], seconds: float) -> dict[str, Any]:
         incarnation = running.world.incarnation
         first = self.tally.reward(f"{incarnation}:0")
         return {
@@ -228,7 +228,7 @@ class Demo:
             "violations": [violation.text for violation in audit.violations],
         }
 
-    def _disagreement(self, audit: Audit, final: list[Answer]) -> int:
+    def _disagreement(self, audit: Audit, final: list[Scored]) -> int:
         """1 unless the audit, from the log alone, finds the mean reward that the harness saw."""
         raise NotImplementedError
 
@@ -255,13 +255,13 @@ def _idle(world: World, config: Config) -> bool:
     return not busy and len(serving(world)) == len(config.inference.engines)
 
 
-def _spread(answers: list[Answer], config: Config) -> bool:
-    counts = collections.Counter(answer.engine for answer in answers)
+def _spread(answers: list[Scored], config: Config) -> bool:
+    counts = collections.Counter(scored.answer.engine for scored in answers)
     return len(answers) >= FINAL and all(counts[engine] >= FINAL_EACH for engine in config.inference.engines)
 
 
-def _mean(answers: list[Answer]) -> float:
-    return sum(answer.reward for answer in answers) / len(answers)
+def _mean(answers: list[Scored]) -> float:
+    return sum(scored.reward for scored in answers) / len(answers)
 
 
 def _print(summary: dict[str, Any], args: argparse.Namespace, config: Config, done: bool) -> None:

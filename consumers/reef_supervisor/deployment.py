@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-from consumers.reef_supervisor.role import Supervisor, create_streams, watch
+from consumers.reef_supervisor.role import Supervisor, prepare, watch
 from reef_bus.config import Config, dump
 from reef_bus.core.effects import Me
 from reef_bus.core.world import World
@@ -86,7 +86,7 @@ async def deployment(
         config, path = _settle(config, server)
         journal = await connect(config.nats.url, config.deployment, "reef-supervisor")
         stack.push_async_callback(journal.close)
-        await create_streams(config, journal)
+        await prepare(config, journal)
         supervisor = Watched(config, path, Me("supervisor", lock.token), extra)
         if watcher:
             supervisor.watcher = watcher

@@ -1,6 +1,6 @@
-"""The demo's harness: an ordinary HTTP client that asks, scores the answers with a verifier, and reports the scores.
+"""The demo's harness: asks, scores the answers with a verifier, and reports the scores, as any client would.
 
-Knows: the gateway's URL and the task. Must not know: anything else of the deployment; it could run on another machine.
+Knows: the producer and the task. Must not know: anything else of the deployment; it could run on another machine.
 """
 
 from __future__ import annotations
@@ -10,21 +10,17 @@ import contextlib
 import itertools
 import random
 from collections.abc import AsyncIterator, Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import aiohttp
+from reef_bus.producer import Answer, Producer, connect
 
-RETRY_S = 0.1
 GROUP_SIZE = 16
 
 
-class Answer(NamedTuple):
-    """One answer as the client sees it."""
+class Scored(NamedTuple):
+    """One answer and what the verifier gave it."""
 
-    receipt: str
-    text: str
-    load_id: str
-    engine: str
+    answer: Answer
     reward: float
 
 
@@ -34,13 +30,11 @@ def score(digit: str, answer: str) -> float:
 
 
 class Harness:
-    """Asks for ever while it is let; every answer goes to `answers`."""
+    """Asks for ever while it is let; every scored answer goes to `answers`."""
 
-    def __init__(self, url: str, model: str, session: aiohttp.ClientSession, seed: int) -> None:
-        self.url = url
-        self.model = model
-        self.session = session
-        self.answers: asyncio.Queue[Answer] = asyncio.Queue()
+    def __init__(self, producer: Producer, seed: int) -> None:
+        self.producer = producer
+        self.answers: asyncio.Queue[Scored] = asyncio.Queue()
         self._questions = _questions(seed)
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -60,30 +54,14 @@ class Harness:
 
     async def _work(self) -> None:
         for group, digit in self._questions:
-            self.answers.put_nowait(await self.exchange(digit, {"group": group}, train=True))
+            self.answers.put_nowait(await self.exchange(digit, {"group": group}))
 
-    async def exchange(self, digit: str, tags: dict[str, str], *, train: bool) -> Answer:
-        """Ask once, score, report. A gateway that is away is asked again; an answer that it refused raises."""
-        headers = {f"x-reef-tag-{key}": value for key, value in tags.items()}
-        question = {"model": self.model, "messages": [{"role": "user", "content": digit}]}
-        body, reply = await self._post("/v1/chat/completions", question, headers)
-        text = body["choices"][0]["message"]["content"]
-        receipt, reward = reply["x-reef-agent-record-id"], score(digit, text)
-        metadata = {} if train else {"training": {"eligible": False}}
-        await self._post("/reef/report", {"score": reward, "references": [receipt], "metadata": metadata}, {})
-        return Answer(receipt, text, reply["x-reef-load-id"], reply["x-reef-engine"], reward)
-
-    async def _post(
-        self, path: str, body: dict[str, Any], headers: dict[str, str]
-    ) -> tuple[dict[str, Any], dict[str, str]]:
-        while True:
-            with contextlib.suppress(aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, ConnectionError):
-                async with self.session.post(self.url + path, json=body, headers=headers) as reply:
-                    if reply.status == 200:
-                        return await reply.json(), dict(reply.headers)
-                    if reply.status < 500:
-                        raise RuntimeError(f"POST {path}: {reply.status} {await reply.text()}")
-            await asyncio.sleep(RETRY_S)
+    async def exchange(self, digit: str, tags: dict[str, str], *, train: bool = True) -> Scored:
+        """Ask once, score, report."""
+        answer = await self.producer.ask(digit, tags)
+        reward = score(digit, answer.text)
+        await self.producer.report(answer.receipt, reward, train=train)
+        return Scored(answer, reward)
 
 
 def _questions(seed: int) -> Iterator[tuple[str, str]]:
@@ -97,10 +75,9 @@ def _questions(seed: int) -> Iterator[tuple[str, str]]:
 
 @contextlib.asynccontextmanager
 async def harness(url: str, model: str, seed: int) -> AsyncIterator[Harness]:
-    """A harness with its own connections."""
-    connector = aiohttp.TCPConnector(limit=0)
-    async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=None)) as session:
-        found = Harness(url, model, session, seed)
+    """A harness with its own connections; it has stopped when the context ends."""
+    async with connect(url, model) as producer:
+        found = Harness(producer, seed)
         try:
             yield found
         finally:

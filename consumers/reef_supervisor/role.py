@@ -19,13 +19,13 @@ from pathlib import Path
 from reef_bus import process
 from reef_bus.config import Config, dump
 from reef_bus.core import reactions
-from reef_bus.core.effects import Debt, Join, Me, StartComponent
-from reef_bus.core.void import RULES
+from reef_bus.core.effects import Debt, Me, StartComponent
 from reef_bus.core.world import World
 from reef_bus.embedded import NatsServer, die_with_parent
-from reef_bus.errors import ContractError, Unavailable
-from reef_bus.events import ComponentStarted, Event, LogOpened
-from reef_bus.journal import Journal
+from reef_bus.errors import Unavailable
+from reef_bus.events import ComponentStarted, Event
+from reef_bus.jetstream import JetStreamJournal
+from reef_bus.journal import open_log
 from reef_bus.runner import Role, blocking
 
 log = logging.getLogger(__name__)
@@ -67,8 +67,6 @@ class Supervisor(Role):
 
     async def perform(self, debt: Debt, scope: contextlib.AsyncExitStack) -> Event | None:
         match debt.effect:
-            case Join():
-                return LogOpened(incarnation=os.urandom(8).hex(), rules=RULES)
             case StartComponent(component=name, starts=starts):
                 return ComponentStarted(component=name, pid=self._start(name), starts=starts)
         raise AssertionError(debt.effect)
@@ -122,22 +120,19 @@ async def watch(server: NatsServer) -> None:
     raise Unavailable(f"nats-server ended {MAX_SERVER_STARTS} times; see {server.folder / 'nats.log'}")
 
 
-async def create_streams(config: Config, journal: Journal) -> None:
-    """Create the deployment's streams where they are missing. Raises Rejected when one exists and differs."""
-    from reef_bus.jetstream import JetStreamJournal
-
-    if not isinstance(journal, JetStreamJournal):
-        raise ContractError("streams are created on a JetStream server only")
+async def prepare(config: Config, journal: JetStreamJournal) -> None:
+    """Create missing streams and open the log. Raises Rejected when a stream exists and differs."""
     await journal.apply(config.nats.replicas)
+    await open_log(journal, os.urandom(8).hex(), "supervisor")
 
 
 def run(config: Config, id_: str) -> int:
     """Run a supervisor over a configuration whose `nats.url` names a running server; returns its exit status."""
     path = config.folder("run") / "deployment.json"
 
-    async def build(config: Config, journal: Journal, me: Me, stack: contextlib.AsyncExitStack) -> Role:
+    async def build(config: Config, journal: JetStreamJournal, me: Me, stack: contextlib.AsyncExitStack) -> Role:
         path.write_bytes(dump(config))
-        await create_streams(config, journal)
+        await prepare(config, journal)
         role = Supervisor(config, path, me)
         stack.push_async_callback(role.stop)
         return role

@@ -8,7 +8,7 @@ from __future__ import annotations
 import statistics
 from collections import defaultdict, deque
 
-from consumers.reef_supervisor.harness import Answer
+from consumers.reef_supervisor.harness import Scored
 from reef_bus.events import (
     CandidateSelected,
     EngineFenced,
@@ -36,8 +36,8 @@ class Tally:
         self._fence_ms: dict[str, list[float]] = defaultdict(list)
         self._serving_ms: dict[str, list[float]] = defaultdict(list)
 
-    def answer(self, answer: Answer) -> None:
-        self.rewards[answer.load_id].append(answer.reward)
+    def score(self, scored: Scored) -> None:
+        self.rewards[scored.answer.load_id].append(scored.reward)
 
     def see(self, recorded: Recorded) -> None:
         """Count one event that was not void."""

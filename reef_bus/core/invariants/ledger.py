@@ -1,0 +1,302 @@
+"""The ledger: invariants 3, 4, 5, 7, 8 and 10 from raw events, so that the fold's own checks are not their own judge.
+
+Knows: events that count, one after the other. Must not know: the world, or the code that decides on a release.
+
+A `ReceiverVerified` of another digest is an observation and legal; to count it as a proof is not. So digests are
+compared where something is made of them: in targets, in commits, in the reports that commits name.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import msgspec
+
+from reef_bus.core.ids import BASE, LoadId, parse_load_id
+from reef_bus.core.invariants.findings import Findings
+from reef_bus.core.invariants.records import Answers, Batches, consume
+from reef_bus.errors import ContractError
+from reef_bus.events import (
+    Blob,
+    CandidateReady,
+    CandidateRejected,
+    CandidateSelected,
+    EngineFenced,
+    EngineJoined,
+    Evidence,
+    JobDispatched,
+    JobDropped,
+    LogOpened,
+    Member,
+    PublicationHalted,
+    PublicationRefused,
+    ReceiverFailed,
+    ReceiverVerified,
+    Recorded,
+    ReleaseCommitted,
+    ScenarioRegistered,
+    TargetPersisted,
+    TransferAborted,
+)
+
+SUPERSEDED = "superseded"  # the one refusal that a base chain may pass through
+
+
+class Content(NamedTuple):
+    """What a candidate was trained from, and what it must hash to."""
+
+    base: str
+    manifest: str
+    weights: Blob
+
+
+class Said(NamedTuple):
+    """A member's first report on an attempt."""
+
+    seq: int
+    event: ReceiverVerified | ReceiverFailed
+
+
+class Open(NamedTuple):
+    """The open publication, its current attempt and that attempt's membership."""
+
+    target: TargetPersisted
+    attempt: int
+    members: tuple[Member, ...]
+
+
+Word = tuple[str, str, int]
+"""(boot, publication, attempt): whose word, and on what."""
+
+Wrong = Iterator[tuple[int | str, str]]
+"""Invariants with what was found instead."""
+
+
+class Ledger(msgspec.Struct, kw_only=True):
+    """What the events said so far. `ended` says how a candidate ended; `stops` are, by boot, the fences raised for the
+    attempt that was then open: a stale one, stored late, proves no drain."""
+
+    findings: Findings
+    answers: Answers
+    batches: Batches | None
+    incarnation: str = ""
+    sequence: int = 0
+    head: str = ""
+    head_candidate: str = ""
+    digests: dict[str, str] = {}
+    contents: dict[str, Content] = {}
+    selected: dict[str, int] = {}
+    ended: dict[str, str] = {}
+    refused: dict[str, int] = {}
+    targeted: dict[str, int] = {}
+    publications: dict[str, str] = {}
+    open: Open | None = None
+    job: str = ""
+    reports: dict[Word, Said] = {}
+    fences: dict[Word, int] = {}
+    stops: dict[str, list[int]] = {}
+    engines: set[str] = set()
+    jobs: int = 0
+    commits: int = 0
+    proofs: int = 0
+
+
+def note(ledger: Ledger, recorded: Recorded) -> None:
+    """Enter one event that is not void."""
+    match recorded.event.family:
+        case "engine":
+            _engine(ledger, recorded)
+        case "train":
+            _train(ledger, recorded)
+        case "release":
+            _release(ledger, recorded)
+        case "deployment" if isinstance(recorded.event, LogOpened):
+            ledger.incarnation = recorded.event.incarnation
+
+
+def _engine(ledger: Ledger, recorded: Recorded) -> None:
+    match recorded.event:
+        case EngineJoined(engine=engine):
+            ledger.engines.add(engine)
+        case EngineFenced() as event:
+            _fence(ledger, recorded.seq, recorded.boot, event)
+        case ReceiverVerified() | ReceiverFailed() as event:
+            word = (recorded.boot, event.publication, event.attempt)
+            ledger.reports.setdefault(word, Said(recorded.seq, event))
+
+
+def _fence(ledger: Ledger, seq: int, boot: str, event: EngineFenced) -> None:
+    """Invariant 10: whoever stops, stops for a target; and a candidate that is refused has none."""
+    candidate = ledger.publications.get(event.publication)
+    if candidate is None:
+        text = f"{event.engine} boot {boot} stopped for publication {event.publication}; expected one with a target"
+        ledger.findings.add(10, text, [seq])
+    elif candidate in ledger.refused:
+        refused = ledger.refused[candidate]
+        text = f"{event.engine} boot {boot} stopped for candidate {candidate}, which was refused at {refused}"
+        ledger.findings.add(10, text, [refused, seq])
+    ledger.fences.setdefault((boot, event.publication, event.attempt), seq)
+    if ledger.open and (ledger.open.target.publication, ledger.open.attempt) == (event.publication, event.attempt):
+        ledger.stops.setdefault(boot, []).append(seq)
+
+
+def _train(ledger: Ledger, recorded: Recorded) -> None:
+    match recorded.event:
+        case ScenarioRegistered() as event:
+            _register(ledger, recorded.seq, event)
+        case JobDispatched() as event:
+            if ledger.job:
+                text = f"job {event.job} is dispatched while {ledger.job} is open; expected at most one open job"
+                ledger.findings.add(8, text, [recorded.seq])
+            ledger.job, ledger.jobs = event.job, ledger.jobs + 1
+            if ledger.batches is not None:
+                consume(ledger.answers, ledger.batches, recorded.seq, event, ledger.findings)
+        case CandidateReady() as event:
+            ledger.contents.setdefault(event.candidate, Content(event.base, event.manifest, event.weights))
+        case CandidateSelected(candidate=candidate):
+            ledger.job, ledger.selected[candidate] = "", recorded.seq
+        case CandidateRejected() | JobDropped():
+            ledger.job = ""
+
+
+def _register(ledger: Ledger, seq: int, event: ScenarioRegistered) -> None:
+    ledger.head, ledger.head_candidate = str(LoadId(ledger.incarnation, 0)), BASE
+    ledger.contents[BASE] = Content("", event.manifest, event.weights)
+    ledger.digests[ledger.head] = event.manifest
+    ledger.selected[BASE], ledger.ended[BASE] = seq, "committed"
+
+
+def _release(ledger: Ledger, recorded: Recorded) -> None:
+    seq = recorded.seq
+    match recorded.event:
+        case TargetPersisted() as event:
+            _target(ledger, seq, event)
+        case TransferAborted() as event if ledger.open:
+            ledger.open = Open(ledger.open.target, event.next_attempt, event.members)
+        case ReleaseCommitted() as event:
+            _commit(ledger, seq, event)
+        case PublicationHalted() if ledger.open:
+            ledger.ended[ledger.open.target.candidate], ledger.open = "halted", None
+        case PublicationRefused() as event:
+            if event.candidate in ledger.targeted:
+                text = f"candidate {event.candidate} is refused at {seq}, after its target had raised a fence"
+                ledger.findings.add(10, text, [ledger.targeted[event.candidate], seq])
+            ledger.ended[event.candidate], ledger.refused[event.candidate] = event.reason, seq
+
+
+# -- a target
+
+
+def _target(ledger: Ledger, seq: int, event: TargetPersisted) -> None:
+    for invariant, text in _wrong_target(ledger, event):
+        ledger.findings.add(invariant, f"LOG {seq} targets candidate {event.candidate} {text}", [seq])
+    ledger.digests.setdefault(event.load_id, event.manifest)
+    ledger.open = Open(event, event.attempt, event.members)
+    ledger.targeted[event.candidate], ledger.publications[event.publication] = seq, event.candidate
+
+
+def _wrong_target(ledger: Ledger, event: TargetPersisted) -> Wrong:
+    if ledger.open:
+        yield 8, f"while {ledger.open.target.publication} is open; expected at most one open publication"
+    if event.candidate in ledger.refused:
+        yield 10, f"which was refused at {ledger.refused[event.candidate]}"
+    if not event.members:
+        yield 7, "for no member at all"
+    yield from _wrong_number(ledger, event.load_id)
+    yield from _wrong_content(ledger, event)
+    yield from _wrong_ancestry(ledger, event)
+
+
+def _wrong_number(ledger: Ledger, load_id: str) -> Wrong:
+    try:
+        found = parse_load_id(load_id)
+    except ContractError as error:
+        yield 4, f"under no load id: {error}"
+        return
+    if found.incarnation != ledger.incarnation:
+        yield 4, f"under load id {load_id}; the log's incarnation is {ledger.incarnation}"
+    if found.sequence <= ledger.sequence:
+        yield 4, f"under load id {load_id}; expected a sequence above {ledger.sequence}"
+    ledger.sequence = max(ledger.sequence, found.sequence)
+
+
+def _wrong_content(ledger: Ledger, event: TargetPersisted) -> Wrong:
+    named, content = ledger.digests.get(event.load_id, event.manifest), ledger.contents.get(event.candidate)
+    if named != event.manifest:
+        yield 3, f"under load id {event.load_id} with manifest {event.manifest}; that load id names {named}"
+    if content and (content.manifest, content.weights) != (event.manifest, event.weights):
+        found = f"{event.manifest} and weights {event.weights.digest}"
+        yield 3, f"with manifest {found}; it is {content.manifest} and {content.weights.digest}"
+
+
+def _wrong_ancestry(ledger: Ledger, event: TargetPersisted) -> Wrong:
+    """Invariant 5: the parent is the head, and the base chain reaches it through superseded candidates only."""
+    if event.parent != ledger.head:
+        yield 5, f"with parent {event.parent}; the head is {ledger.head}"
+    content = ledger.contents.get(event.candidate)
+    if content is None or event.candidate not in ledger.selected:
+        yield "decision", "which no trainer had selected"
+        return
+    base = content.base
+    while base != ledger.head_candidate and ledger.ended.get(base) == SUPERSEDED:
+        base = ledger.contents[base].base
+    if base != ledger.head_candidate:
+        yield 5, f"whose base chain ends at {base}; the head {ledger.head} is {ledger.head_candidate}"
+
+
+# -- a commit
+
+
+def _commit(ledger: Ledger, seq: int, event: ReleaseCommitted) -> None:
+    for invariant, text in _wrong_commit(ledger, event):
+        ledger.findings.add(invariant, f"LOG {seq} commits {event.load_id}, {text}", [seq])
+    ledger.commits, ledger.proofs = ledger.commits + 1, ledger.proofs + len(event.evidence)
+    ledger.head, ledger.head_candidate, ledger.open = event.load_id, event.candidate, None
+    ledger.ended[event.candidate] = "committed"
+
+
+def _wrong_commit(ledger: Ledger, event: ReleaseCommitted) -> Wrong:
+    if ledger.open is None:
+        yield 7, "and no publication is open"
+        return
+    target, attempt, members = ledger.open
+    if event.parent != ledger.head:
+        yield 5, f"with parent {event.parent}; the head is {ledger.head}"
+    if event.manifest != ledger.digests.get(event.load_id):
+        yield 3, f"with manifest {event.manifest}; that load id names {ledger.digests.get(event.load_id)}"
+    said = (event.publication, event.attempt, event.candidate, event.load_id)
+    expected = (target.publication, attempt, target.candidate, target.load_id)
+    if said != expected:
+        yield 7, f"as (publication, attempt, candidate, load id) {said}; the open attempt is {expected}"
+    if not members or Counter(Member(e.engine, e.boot) for e in event.evidence) != Counter(members):
+        boots = sorted(member.boot for member in members)
+        yield 7, f"on the word of {sorted(e.boot for e in event.evidence)}; the attempt's members are {boots}"
+    for evidence in event.evidence:
+        yield from _wrong_proof(ledger, ledger.open, evidence)
+    yield from _wrong_order(ledger, ledger.open)
+
+
+def _wrong_proof(ledger: Ledger, open_: Open, evidence: Evidence) -> Wrong:
+    who, target = f"but {evidence.engine} boot {evidence.boot}", open_.target
+    said = ledger.reports.get((evidence.boot, target.publication, open_.attempt))
+    if said is None:
+        yield 7, f"{who} never reported on attempt {open_.attempt}"
+    elif isinstance(said.event, ReceiverFailed):
+        yield 7, f"{who} first reported a failure at {said.seq}: {said.event.cause}"
+    elif (said.event.load_id, said.event.manifest) != (target.load_id, target.manifest):
+        yield 7, f"{who} verified {said.event.load_id} {said.event.manifest} at {said.seq}; not {target.manifest}"
+    elif (evidence.engine, evidence.seq, evidence.manifest) != (said.event.engine, said.seq, said.event.manifest):
+        yield 7, f"{who} is quoted with {evidence.manifest} at {evidence.seq}; it reported at {said.seq}"
+
+
+def _wrong_order(ledger: Ledger, open_: Open) -> Wrong:
+    """Invariant 2: no member's memory is written while another one may still generate."""
+    if open_.target.mode != "fenced":
+        return
+    words = [(member.boot, open_.target.publication, open_.attempt) for member in open_.members]
+    first = min((ledger.reports[word].seq for word in words if word in ledger.reports), default=0)
+    late = [word[0] for word in words if ledger.fences.get(word, first) >= first]
+    if first and late:
+        yield 2, f"but boots {late} had not stopped when the first member reported at {first}"

@@ -119,7 +119,9 @@ def _parser() -> Parser:
     export = add("export", "the history as JSON lines, for `audit` elsewhere or for a test", _export)
     export.add_argument("-o", "--output", metavar="FILE", help="default: standard output")
     streams = add("streams", "compare the streams with what they must be, or create them", _streams)
-    streams.add_argument("what", choices=("plan", "apply"), help="apply creates what is missing and changes nothing")
+    streams.add_argument(
+        "what", choices=("plan", "apply"), help="apply creates what is missing, opens an empty log, changes nothing"
+    )
     add("doctor", "what this machine has and lacks, and what is wrong with a deployment on it", _doctor)
     return parser
 
@@ -210,9 +212,14 @@ def _streams(args: argparse.Namespace) -> int:
 
     async def ask() -> dict[str, Any]:
         from reef_bus.inspect import opened
+        from reef_bus.journal import open_log
 
         async with opened(args) as (journal, config):
-            return dict(await (journal.plan if plan else journal.apply)(config.nats.replicas))
+            if plan:
+                return dict(await journal.plan(config.nats.replicas))
+            done = dict(await journal.apply(config.nats.replicas))
+            await open_log(journal, os.urandom(8).hex(), "cli")
+            return done
 
     found = asyncio.run(ask())
     drift = [name for name, lines in found.items() if plan and lines not in ([], ["missing"])]

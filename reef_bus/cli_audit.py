@@ -16,7 +16,7 @@ from reef_bus.artifacts import ArtifactStore
 from reef_bus.audit import History, read_export, read_history, write_export
 from reef_bus.cli_log import paint, say, say_json
 from reef_bus.core.invariants import Audit, check
-from reef_bus.inspect import opened
+from reef_bus.inspect import head, opened
 from reef_bus.journal import LOG, RECORDS
 
 OK, NOT_IN_ORDER = 0, 1
@@ -38,6 +38,7 @@ async def _history(args: argparse.Namespace) -> History:
     async with opened(args) as (journal, config):
         folder = Path(config.state_dir, "artifacts")
         store = ArtifactStore(folder) if config.state_dir and folder.is_dir() else None
+        await head(journal, LOG)  # says more about a deployment that is not there
         return await read_history(journal, store)
 
 
@@ -75,9 +76,11 @@ async def export(args: argparse.Namespace) -> int:
         return OK
     path = Path(args.output)
     partial = path.with_name(path.name + ".partial")
-    with partial.open("w", encoding="utf-8") as file:
-        write_export(history, file)
-    partial.replace(path)
+    try:
+        write_export(history, partial)
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
     counts = {"file": str(path), "log": len(history.log), "records": len(history.records)}
     if args.json:
         say_json(counts)

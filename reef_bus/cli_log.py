@@ -24,25 +24,19 @@ from reef_bus.config import Config
 from reef_bus.envelope import to_json
 from reef_bus.errors import ContractError, Rejected
 from reef_bus.events import CATALOGUE, Recorded
-from reef_bus.inspect import Judge, causes, effects, events, opened, raw
+from reef_bus.inspect import Judge, causes, effects, events, head, opened, raw, runs
 from reef_bus.journal import LOG, RECORDS
 from reef_bus.topology import FAMILIES
 
 OK = 0
 LAST = 8  # events below a status
 TAIL = 20
-COLOURS = {"ok": 32, "serving": 32, "running": 32, "absent": 33, "warning": 33, "fenced": 33, "catching-up": 33}
-COLOURS |= {
-    "excluded": 31,
-    "left": 31,
-    "failed": 31,
-    "halted": 31,
-    "down": 31,
-    "void": 31,
-    "contradiction": 31,
-    "violation": 31,
+GREEN, YELLOW, RED = 32, 33, 31
+COLOURS = {
+    **dict.fromkeys(("ok", "serving", "running"), GREEN),
+    **dict.fromkeys(("absent", "warning", "unchecked", "fenced", "catching-up"), YELLOW),
+    **dict.fromkeys(("failed", "violation", "contradiction", "void", "excluded", "left", "halted", "down"), RED),
 }
-COLOURS |= {"unchecked": 33}
 
 
 # -- what a terminal shows
@@ -84,10 +78,12 @@ def _line(recorded: Recorded, verdict: str = "") -> str:
 
 
 def _status_lines(state: dict[str, Any]) -> Iterable[str]:
-    head, waiting, open_ = state["head"], state["waiting"], state["open_publication"]
+    top, waiting, open_ = state["head"], state["waiting"], state["open_publication"]
     name = f"{state['deployment']} · {state['scenario'] or 'no scenario yet'} · {state['model'] or 'no model yet'}"
     yield f"{name}   ({state['log_events']} events, {state['void_events']} void)"
-    yield f"head         {head['load_id']}, candidate {head['candidate']}" if head else "head         none yet"
+    if state["runs"] is False:
+        yield f"{paint('down')}         nobody runs it here: what follows is what its log said last"
+    yield f"head         {top['load_id']}, candidate {top['candidate']}" if top else "head         none yet"
     for engine, each in state["engines"].items():
         held = f"holds {each['holds'] or 'nothing proven'}"
         yield f"engine       {engine:<12} {paint(each['state'])}, {held}, boot {each['boot']} at {each['url']}"
@@ -97,10 +93,8 @@ def _status_lines(state: dict[str, Any]) -> Iterable[str]:
     if state["open_job"]:
         yield f"job          {state['open_job']['job']}, attempt {state['open_job']['attempt']}"
     if open_:
-        text = (
-            f"{open_['load_id']} by {open_['transport']}, attempt {open_['attempt']}, to {', '.join(open_['members'])}"
-        )
-        yield f"publication  {text}"
+        members = ", ".join(open_["members"])
+        yield f"publication  {open_['load_id']} by {open_['transport']}, attempt {open_['attempt']}, to {members}"
     yield f"waiting      on {waiting['on']}, since {_age(waiting['since_s'])}"
     yield f"  next       {waiting['next']}"
     if waiting["command"]:
@@ -108,6 +102,7 @@ def _status_lines(state: dict[str, Any]) -> Iterable[str]:
 
 
 async def status(args: argparse.Namespace) -> int:
+    """Where the deployment stands, as its log says; with `--watch` again and again."""
     judge, last = Judge(), collections.deque[Recorded](maxlen=LAST)
 
     async def read(until: int | None) -> None:
@@ -119,8 +114,9 @@ async def status(args: argparse.Namespace) -> int:
                     raise judge.error
 
     async with opened(args) as (journal, config):
+        end = await head(journal, LOG)
         try:
-            await read(await journal.head(LOG))
+            await read(end)
         finally:  # what stands before an event that cannot be followed is still worth seeing
             _print_status(args, config, judge, last)
         if args.watch:
@@ -140,20 +136,19 @@ async def _watch(reading: Coroutine[Any, Any, None], show: Callable[[], None]) -
 
 
 def _print_status(args: argparse.Namespace, config: Config, judge: Judge, last: Iterable[Recorded]) -> None:
-    state = {"deployment": config.deployment, "url": config.nats.url}
+    state: dict[str, Any] = {"deployment": config.deployment, "url": config.nats.url, "runs": runs(config)}
     state |= views.status(judge.world, time.time_ns(), config.policy())
     if args.json:
         say_json(state | {"last": [to_json(recorded) for recorded in last]})
         return
     if args.watch and sys.stdout.isatty():
         sys.stdout.write("\x1b[H\x1b[2J")
-    events = (
-        ["last events", *map(_line, last)] if last else ["no event yet: `reef-bus demo` or `reef-bus up` makes some"]
-    )
-    say("\n".join([*_status_lines(state), *events, *([""] if args.watch else [])]))
+    newest = ["last events", *map(_line, last)] if last else ["no event yet; `reef-bus demo` or `up` makes some"]
+    say("\n".join([*_status_lines(state), *newest, *([""] if args.watch else [])]))
 
 
 async def log(args: argparse.Namespace) -> int:
+    """Events that match, or one with what led to it and what it led to."""
     if args.show:
         if args.show[0] != "show" or len(args.show) != 2 or not args.show[1].isdigit():
             raise Rejected(f"log {' '.join(args.show)}: expected `reef-bus log show SEQ`")
@@ -199,17 +194,17 @@ async def _list_events(args: argparse.Namespace, stream: str) -> int:
                     take((recorded, verdict))
 
     async with opened(args) as (journal, _):
-        head = await journal.head(stream)
+        end = await head(journal, stream)
         try:
-            await read(0, head, kept.append)
+            await read(0, end, kept.append)
         finally:
             for each in kept:
                 _print_event(args, *each)
         if not kept and not args.json:
-            nothing = f"none of the {head} events on {stream} matches" if head else f"no event on {stream} yet"
-            say(f"{nothing}; `reef-bus {'log --tail 0' if head else 'demo'}` shows more")
+            some = f"none of the {end} events on {stream} matches; `reef-bus log --tail 0` shows all"
+            say(some if end else f"no event on {stream} yet; `reef-bus demo` makes some")
         if args.follow:
-            await read(head, None, lambda each: _print_event(args, *each))
+            await read(end, None, lambda each: _print_event(args, *each))
     return OK
 
 
@@ -229,7 +224,7 @@ async def _show_event(args: argparse.Namespace, seq: int) -> int:
             say_json(await raw(journal, stream, seq), None if args.json else 2)
             raise error
         if recorded is None:
-            raise Rejected(f"{stream} has no event {seq}; its last is {await journal.head(stream)}")
+            raise Rejected(f"{stream} has no event {seq}; its last is {await head(journal, stream)}")
         up = await causes(journal, recorded)
         down = [] if args.records else await effects(journal, seq)
     if args.json:

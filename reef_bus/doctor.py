@@ -9,8 +9,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import errno
-import fcntl
+import functools
 import importlib.util
 import os
 import platform
@@ -30,7 +29,7 @@ import msgspec
 from reef_bus.config import Config, load
 from reef_bus.embedded import binary
 from reef_bus.errors import ReefError, Rejected
-from reef_bus.inspect import STATE, announced, reach, target
+from reef_bus.inspect import STATE, announced, held, reach, runs, target
 
 EXTRAS: Mapping[str, tuple[str, ...]] = {
     "serve": ("aiohttp", "yaml"),
@@ -63,7 +62,7 @@ def examine(args: argparse.Namespace) -> list[Finding]:
     found = [_python(), *_extras(), _server_binary()]
     if local:
         found += [_space(folder), _guarded("fsync", lambda: _fsync(folder)), *_locks(folder)]
-    found.append(_guarded("ports", lambda: _ports(config, folder)))
+    found.append(_guarded("ports", lambda: _ports(config)))
     if lost:
         found.append(lost)
     if config:
@@ -78,9 +77,9 @@ def _target(args: argparse.Namespace) -> tuple[Config | None, Finding | None]:
         config = load(Path(args.config), args.set) if args.config else None
         return target(args), None
     except Rejected as error:
-        named = args.state or args.config or args.url
-        unborn = config is not None or (args.state and not Path(args.state, "run").exists())
-        return config, Finding("deployment", ABSENT if unborn else FAILED, str(error)) if named else None
+        folder = Path(args.state or STATE, "run")
+        unborn = config is not None or not (args.config or args.url or folder.exists())
+        return config, Finding("deployment", ABSENT if unborn else FAILED, str(error))
 
 
 def _guarded(name: str, check: Callable[[], Finding]) -> Finding:
@@ -163,27 +162,20 @@ def _fsync(folder: Path) -> Finding:
 
 
 def _locks(folder: Path) -> Iterable[Finding]:
-    paths = [folder / "lock", folder / "nats" / "lock", *sorted((folder / "locks").glob("*.lock"))]
-    for path in paths:
+    for path in (folder / "lock", folder / "nats" / "lock", *sorted((folder / "locks").glob("*.lock"))):
         if path.exists():
-            yield _guarded(f"lock {path.relative_to(folder)}", lambda path=path: _lock(folder, path))  # type: ignore[misc]
+            name = f"lock {path.relative_to(folder)}"
+            yield _guarded(name, functools.partial(_lock, name, path))
 
 
-def _lock(folder: Path, path: Path) -> Finding:
-    """Held or free, as the kernel has it; a pid that was left in the file decides nothing."""
-    with path.open("r") as file:
-        pid = file.read().strip() or "unknown"
-        try:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except OSError as error:
-            if error.errno not in (errno.EAGAIN, errno.EACCES):
-                raise
-            return Finding(f"lock {path.relative_to(folder)}", OK, f"held by process {pid}: it is running")
-    stale = f"free; it names process {pid}, which let go of it or died. Nothing needs to be removed"
-    return Finding(f"lock {path.relative_to(folder)}", OK, stale)
+def _lock(name: str, path: Path) -> Finding:
+    pid = path.read_text().strip() or "unknown"
+    if held(path):
+        return Finding(name, OK, f"held by process {pid}: it is running")
+    return Finding(name, OK, f"free; it names process {pid}, which let go of it or died. Nothing needs to be removed")
 
 
-def _ports(config: Config | None, folder: Path) -> Finding:
+def _ports(config: Config | None) -> Finding:
     """Whether the ports that a deployment takes can be taken."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -195,16 +187,11 @@ def _ports(config: Config | None, folder: Path) -> Finding:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind((host, port))
     except OSError as error:
-        if _running(folder):
+        if runs(config):
             return Finding("ports", OK, f"gateway.port {port} on {host} is in use, and this deployment is running")
         text = f"gateway.port {port} on {host}: {error.strerror}"
         return Finding("ports", FAILED, text, "stop what listens there, or set gateway.port to another one (0: any)")
     return Finding("ports", OK, f"gateway.port {port} on {host} is free")
-
-
-def _running(folder: Path) -> bool:
-    path = folder / "lock"
-    return path.exists() and "held" in _lock(folder, path).found
 
 
 # -- the server that the deployment names

@@ -9,7 +9,9 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import fcntl
 import os
+import re
 import socket
 import sys
 import urllib.parse
@@ -119,16 +121,8 @@ def _listens(url: str) -> bool:
 
 async def reach(config: Config) -> JetStreamJournal:
     """A journal on the configured server. Raises Unavailable soon, because a person is waiting."""
-    url = config.nats.url
-    await _probe(url)
-    try:
-        # connect() has a deadline of its own, but the client's first connection attempt knows none.
-        async with asyncio.timeout(HANDSHAKE_S + 1):
-            return await connect(url, config.deployment, "reef-cli", wait_s=HANDSHAKE_S)
-    except TimeoutError as error:
-        raise Unavailable(
-            f"{url} accepts connections but not ours: is it a NATS server, are credentials due?"
-        ) from error
+    await _probe(config.nats.url)
+    return await connect(config.nats.url, config.deployment, "reef-cli", wait_s=HANDSHAKE_S)
 
 
 async def _probe(url: str) -> None:
@@ -142,12 +136,49 @@ async def _probe(url: str) -> None:
         async with asyncio.timeout(PROBE_S):
             _, writer = await asyncio.open_connection(host, port)
     except OSError as error:  # TimeoutError is one
-        why = error.strerror or type(error).__name__
-        raise Unavailable(f"no NATS server at {url}: {why}. Is the deployment up? `reef-bus doctor` looks") from error
+        raise Unavailable(f"no NATS server at {url}: {_why(error)}; is it up? `reef-bus doctor` looks") from error
     writer.close()
 
 
+def _why(error: OSError) -> str:
+    number = error.errno or 0  # asyncio puts addresses into strerror; negative ones are the resolver's
+    return os.strerror(number) if number > 0 else error.strerror or str(error) or "no answer"
+
+
+def held(path: Path) -> bool:
+    """Whether a process holds that lock file, as the kernel has it; a pid that was left in the file decides nothing."""
+    if not path.exists():
+        return False
+    with path.open("r") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
+
+
+def runs(config: Config) -> bool | None:
+    """Whether a supervisor holds the state folder; None when there is no such folder on this machine."""
+    folder = Path(config.state_dir)
+    if not config.state_dir or not folder.is_dir():
+        return None
+    return held(folder / "lock") or held(folder / "locks" / "supervisor.lock")
+
+
 # -- its streams
+
+
+async def head(journal: JetStreamJournal, stream: str) -> int:
+    """The stream's last sequence. Raises Rejected when the server has other deployments, and not this one."""
+    try:
+        return await journal.head(stream)
+    except ContractError as error:
+        names = [info.config.name or "" for info in await journal.js.streams_info()]
+        others = sorted(name[len("REEF_") : -len("_LOG")] for name in names if re.fullmatch("REEF_.+_LOG", name))
+        if not others:
+            raise
+        found = f"no deployment {journal.deployment!r} on this server, which has: {', '.join(others)}"
+        raise Rejected(f"{found}; --deployment NAME chooses one") from error
 
 
 async def events(
@@ -208,7 +239,7 @@ async def effects(journal: JetStreamJournal, seq: int) -> list[Recorded]:
     """What reacted to the LOG event at `seq`, directly, as far as the log can be read."""
     found = []
     with contextlib.suppress(ContractError):
-        async with contextlib.aclosing(events(journal, LOG, seq, await journal.head(LOG))) as later:
+        async with contextlib.aclosing(events(journal, LOG, seq, await head(journal, LOG))) as later:
             async for recorded in later:
                 if recorded.cause == seq:
                     found.append(recorded)

@@ -199,14 +199,17 @@ class Demo:
         wrong = {scored.answer.load_id for scored in answers} - {head.load_id}
         if wrong:
             raise Unavailable(f"final answers name {sorted(wrong)}, the head is {head.load_id}")
-        good = self.args.target is None or _mean(answers) > self.args.target
-        return answers if good else []
+        if self.args.target is None or _mean(answers) > self.args.target:
+            return answers
+        self.args.releases = len(self.tally.committed) + 1
+        return []
 
     # -- result
 
     def _summary(self, running: Deployment, audit: Audit, final: list[Scored], seconds: float) -> dict[str, Any]:
         incarnation = running.world.incarnation
         first = self.tally.reward(f"{incarnation}:0")
+        violations = [violation.text for violation in audit.violations] + self._disagreement(audit, final)
         return {
             "releases": audit.releases,
             "engines": len(running.world.membership.engines),
@@ -221,16 +224,21 @@ class Demo:
             "records": audit.records,
             "log_events": audit.log_events,
             "void_events": audit.void_events,
-            "audit_violations": len(audit.violations) + self._disagreement(audit, final),
+            "audit_violations": len(violations),
             "kills": self.kills.done,
             "resumed": self.args.resume is not None,
             "rss_mib_peak": round(self.rss / 2**20),
-            "violations": [violation.text for violation in audit.violations],
+            "violations": violations,
         }
 
-    def _disagreement(self, audit: Audit, final: list[Scored]) -> int:
-        """1 unless the audit, from the log alone, finds the mean reward that the harness saw."""
-        raise NotImplementedError
+    def _disagreement(self, audit: Audit, final: list[Scored]) -> list[str]:
+        """What the audit, from the log alone, finds otherwise than the harness saw it."""
+        found, seen = audit.final, _mean(final)
+        if found.mean is not None and found.n == len(final) and abs(found.mean - seen) < 1e-9:
+            return []
+        return [
+            f"final reward: the harness saw {seen:.4f} over {len(final)} answers, the log says {found.mean} over {found.n}"
+        ]
 
     def _finish(self, summary: dict[str, Any]) -> int:
         good = self.args.target is None or summary["reward_last"] > self.args.target

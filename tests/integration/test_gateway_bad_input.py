@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -28,7 +29,7 @@ async def found(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Live]
 
 
 async def post(found: Live, path: str, body: Any, headers: dict[str, str] | None = None) -> tuple[int, dict[str, Any]]:
-    data = body if isinstance(body, (bytes, str)) else json.dumps(body)
+    data = io.BytesIO(body) if isinstance(body, bytes) else body if isinstance(body, str) else json.dumps(body)
     async with found.client.producer.session.post(found.running.url + path, data=data, headers=headers or {}) as reply:
         return reply.status, await reply.json()
 

@@ -394,3 +394,10 @@ def test_what_is_owed_counts_when_it_is_folded() -> None:
 def test_unused_words_change_nothing() -> None:
     assert owes(*SERVING, holds("e0", 0, "base")) is None
     assert owes(*TARGETED[:8], started("job-c1")) is None
+
+
+def test_each_target_has_a_key_of_its_own() -> None:
+    """Rule 3: the sequence that made it owed, be that the selection or the end of what came before."""
+    queued = (*SELECTED, *trained("c2", "c1", 2))
+    first, second = debts(given(*queued)), debts(given(*queued, *released(1, "c1", E0, E1)))
+    assert first[0].key != second[0].key

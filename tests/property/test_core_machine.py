@@ -1,0 +1,106 @@
+"""Trainer, publishers and engines under every interleaving that hypothesis can think of (protocol.md section 8).
+
+Knows: what may go wrong, and what must hold after every step and in the end. Must not know: how any of it is decided.
+"""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from tests.fleet import FAULTS, Fault, Fleet
+
+ACTORS = st.integers(0, 5)
+ENGINES = st.integers(0, 2)
+
+
+class Deployment(RuleBasedStateMachine):
+    fleet: Fleet
+
+    @initialize(semantics=st.sampled_from(["single", "cluster"]), rounds=st.integers(0, 40))
+    def begin(self, semantics: str, rounds: int) -> None:
+        self.fleet = Fleet("cluster" if semantics == "cluster" else "single")
+        self.rounds(rounds)
+
+    @rule(who=ACTORS, events=st.integers(0, 6), fault=st.sampled_from(FAULTS))
+    def turn(self, who: int, events: int, fault: Fault) -> None:
+        """Somebody reads a little, and acts on what it has read."""
+        actor = self.fleet.actors[who]
+        self.fleet.catch_up(actor, events)
+        self.fleet.act(actor, fault)
+
+    @rule(count=st.integers(1, 8))
+    def rounds(self, count: int) -> None:
+        for _ in range(count):
+            for actor in self.fleet.actors:
+                self.fleet.catch_up(actor)
+                self.fleet.act(actor)
+
+    @rule(who=ACTORS)
+    def crash(self, who: int) -> None:
+        self.fleet.crash(self.fleet.actors[who])
+
+    @rule()
+    def land(self) -> None:
+        self.fleet.land()
+
+    @rule(seconds=st.sampled_from([0.1, 11.0, 31.0]))
+    def wait(self, seconds: float) -> None:
+        self.fleet.wait(seconds)
+
+    @rule(engines=st.sets(ENGINES, max_size=2))
+    def slander(self, engines: set[int]) -> None:
+        """Heartbeats of living engines are missed: unjust, and still safe."""
+        self.fleet.slandered = frozenset(self.fleet.engines[n].boot for n in engines)
+
+    @invariant()
+    def holds(self) -> None:
+        if hasattr(self, "fleet"):
+            self.fleet.check()
+
+    def teardown(self) -> None:
+        if hasattr(self, "fleet"):
+            self.fleet.settle()
+
+
+TestDeployment = pytest.mark.filterwarnings("default")(Deployment.TestCase)
+TestDeployment.settings = settings(
+    max_examples=60, stateful_step_count=40, suppress_health_check=[HealthCheck.too_slow], print_blob=True
+)
+
+
+def test_without_faults_everything_is_released() -> None:
+    """Ten candidates, ten releases, no void event, nobody excluded."""
+    fleet = Fleet()
+    while len(fleet.truth.training.selected) < 10:
+        for actor in fleet.actors:
+            fleet.catch_up(actor)
+            fleet.act(actor)
+            fleet.check()
+    fleet.settle()
+    found = fleet.truth.publications
+    assert len(found.releases) - 1 == len(fleet.truth.training.selected) == found.sequence >= 10
+    assert (fleet.truth.void, found.excluded) == (0, {})
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_long_runs_with_faults_end_well(seed: int) -> None:
+    chance = random.Random(seed)
+    fleet = Fleet("cluster" if seed % 2 else "single")
+    for _ in range(400):
+        actor = chance.choice(fleet.actors)
+        fleet.catch_up(actor, chance.choice([1, 3, 99]))
+        fleet.act(actor, chance.choice(FAULTS) if chance.random() < 0.3 else "none")
+        if chance.random() < 0.02:
+            fleet.crash(chance.choice(fleet.actors))
+        if chance.random() < 0.1:
+            fleet.land()
+        if chance.random() < 0.02:
+            fleet.wait(chance.choice([1, 11, 31]))
+        fleet.check()
+    fleet.settle()
+    assert len(fleet.truth.publications.releases) > 1, "the run released nothing: it tests nothing"

@@ -122,7 +122,7 @@ def _channel(row: topology.Family, classes: list[type[Event]]) -> Json:
     event = msgspec.convert({**example(keyed)["data"], keyed.id_field: "{id}"}, keyed)
     ids = " or ".join(sorted({cls.id_field or "`_` for the whole deployment" for cls in classes}))
     names = [f"{cls.__name__}.v{cls.version}" for cls in classes]
-    filters = {"filter": topology.compare_filter("{deployment}", event), "expects": "ce-prev"}
+    filters = {"filter": topology.chain_filter("{deployment}", row, "{id}"), "expects": "ce-prev"}
     return {
         "address": ".".join((*topology.subject("{deployment}", event).split(".")[:3], "{id}", "{event}")),
         "parameters": {
@@ -134,7 +134,7 @@ def _channel(row: topology.Family, classes: list[type[Event]]) -> Json:
         "x-jetstream": {
             "stream": topology.stream_name("{deployment}", row.stream),
             "compareAndAppend": filters if row.compares else None,
-            "maxEventBytes": envelope.MAX_EVENT_BYTES,
+            "maxEventBytes": topology.MAX_EVENT_BYTES,
         },
     }
 

@@ -15,11 +15,11 @@ import msgspec
 
 from reef_bus.errors import ContractError
 from reef_bus.events import CATALOGUE, Draft, Event, InferenceRecorded, Recorded, ReportReceived
+from reef_bus.topology import parse
 from reef_bus.upcast import upcast
 
-MAX_EVENT_BYTES = 64 * 1024
 SPEC_VERSION = "1.0"
-_TYPE = re.compile(r"^reef\.([A-Za-z]+)\.v([0-9]+)$")
+_TYPE = re.compile(r"reef\.([A-Za-z]+)\.v([0-9]{1,4})")
 
 _ENCODER = msgspec.json.Encoder(order="deterministic")
 _DECODERS = {name: msgspec.json.Decoder(cls) for name, cls in CATALOGUE.items()}
@@ -71,6 +71,7 @@ def type_of(event: Event) -> str:
 def decode(seq: int, time: int, subject: str, header: Mapping[str, str], body: bytes) -> Recorded:
     """Read a stored message. Raises ContractError naming `seq` for anything that this version cannot read whole."""
     event = _decode_event(seq, subject, header.get("ce-type", ""), body)
+    _check_subject(seq, subject, event)
     try:
         return Recorded(
             seq=seq,
@@ -88,8 +89,15 @@ def decode(seq: int, time: int, subject: str, header: Mapping[str, str], body: b
         raise ContractError(f"event {seq} on {subject}: header {error} is missing or malformed", seq) from error
 
 
+def _check_subject(seq: int, subject: str, event: Event) -> None:
+    """Permissions are granted by subject: an event that stands under another one than its own was never permitted."""
+    address = parse(subject)
+    if (address.family, address.id, address.name) != (event.family, event.key, type(event).__name__):
+        raise ContractError(f"event {seq} on {subject} is {type_of(event)} of {event.family} {event.key}", seq)
+
+
 def _decode_event(seq: int, subject: str, type_name: str, body: bytes) -> Event:
-    match = _TYPE.match(type_name)
+    match = _TYPE.fullmatch(type_name)
     if not match or match[1] not in CATALOGUE:
         raise ContractError(
             f"event {seq} on {subject} has type {type_name!r}, which this version does not know: a foreign writer, "

@@ -128,7 +128,7 @@ class JetStreamJournal(Journal):
     async def follow(self, stream: str, after: int = 0, last_id: str = "") -> AsyncIterator[list[Recorded]]:
         while True:
             try:
-                if after and last_id:
+                if after:
                     check_position(stream, after, last_id, await self.read(stream, after))
                 async with contextlib.aclosing(self._deliver(stream, after)) as batches:
                     async for batch in batches:
@@ -226,7 +226,8 @@ async def _drain(queue: asyncio.Queue[Msg]) -> list[Msg]:
     messages = []
     if queue.empty():
         try:
-            messages.append(await asyncio.wait_for(queue.get(), SILENCE_S))
+            async with asyncio.timeout(SILENCE_S):  # wait_for can lose the item that arrives with its deadline
+                messages.append(await queue.get())
         except TimeoutError:
             return []
     while not queue.empty() and len(messages) < 1000:

@@ -16,10 +16,10 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 
 from reef_bus.core.void import RULES
-from reef_bus.envelope import MAX_EVENT_BYTES, decode, headers, identify, payload
+from reef_bus.envelope import decode, headers, identify, payload
 from reef_bus.errors import Conflict, ContractError, Rejected, Unavailable
 from reef_bus.events import Draft, Event, LogOpened, Recorded
-from reef_bus.topology import FAMILIES, subject
+from reef_bus.topology import FAMILIES, MAX_EVENT_BYTES, subject
 
 LOG, RECORDS = "LOG", "RECORDS"
 Beat = dict[str, Any]
@@ -202,12 +202,12 @@ async def open_log(journal: Journal, incarnation: str, writer: str) -> None:
 
 def check_position(stream: str, after: int, last_id: str, found: Recorded | None) -> None:
     """What was applied before must still be there: another log in its place is never followed."""
-    if not after or not last_id or (found is not None and found.id == last_id):
+    if not after or (found is not None and last_id in ("", found.id)):
         return
     there = f"event {found.id}" if found else "nothing"
     raise ContractError(
-        f"{stream} holds {there} at {after}, but event {last_id} was applied from there: this is another log, or it "
-        "was cut. Stop, restore the right log, then start again",
+        f"{stream} holds {there} at {after}, but event {last_id or after} was applied from there: this is another log, "
+        "or it was cut. Stop, restore the right log, then start again",
         after,
     )
 

@@ -127,9 +127,13 @@ class Runner:
         finally:
             if applied:
                 self.role.folded(self.world, applied)
-                self._moved.set()
-                self._moved = asyncio.Event()
+                self._wake()
                 self._ask.set()
+
+    def _wake(self) -> None:
+        """Whoever waits for the fold or for an effect looks again."""
+        self._moved.set()
+        self._moved = asyncio.Event()
 
     async def _halt(self, error: ContractError) -> None:
         self.halted = str(error)
@@ -169,11 +173,7 @@ class Runner:
     def _start(self, debt: Debt) -> None:
         scope = self._scopes[debt.key] = contextlib.AsyncExitStack()
         self._effects[debt.key] = task = asyncio.create_task(self._perform(debt, scope))
-        task.add_done_callback(lambda _: self._ask_writer())
-
-    def _ask_writer(self) -> None:
-        self._moved.set()
-        self._moved = asyncio.Event()
+        task.add_done_callback(lambda _: self._wake())
 
     async def _perform(self, debt: Debt, scope: contextlib.AsyncExitStack) -> Event | None:
         if isinstance(debt.effect, Retire):
@@ -193,8 +193,9 @@ class Runner:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        for scope in scopes:
-            await scope.aclose()
+        closed = await asyncio.gather(*(scope.aclose() for scope in scopes), return_exceptions=True)
+        for error in filter(None, closed):
+            log.error("closing what an effect had opened: %r", error)
 
     # -- append
 

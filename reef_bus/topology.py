@@ -13,13 +13,13 @@ from typing import NamedTuple
 
 import msgspec
 
-from reef_bus.envelope import MAX_EVENT_BYTES
 from reef_bus.errors import ContractError, Rejected
 from reef_bus.events import Event
 
-TOKEN = re.compile(r"^[A-Za-z0-9_-]+$")
+TOKEN = re.compile(r"[A-Za-z0-9_-]+")
 _ENCODED = "b64-"
 DUPLICATE_WINDOW_S = 600
+MAX_EVENT_BYTES = 64 * 1024
 
 
 class Family(NamedTuple):
@@ -71,7 +71,7 @@ class StreamSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 def token(text: str) -> str:
     """`text` as one subject token: itself where it can be, else base64url; lossless."""
-    if TOKEN.match(text) and not text.startswith(_ENCODED):
+    if TOKEN.fullmatch(text) and not text.startswith(_ENCODED):
         return text
     return _ENCODED + base64.urlsafe_b64encode(text.encode()).decode().rstrip("=")
 
@@ -86,7 +86,7 @@ def plain(tok: str) -> str:
 
 def check_name(kind: str, name: str) -> str:
     """`name` if it can stand in subjects and file names as it is, else Rejected."""
-    if not TOKEN.match(name) or len(name) > 64:
+    if not TOKEN.fullmatch(name) or len(name) > 64:
         raise Rejected(f"{kind} {name!r}: expected 1 to 64 of A-Z a-z 0-9 _ -")
     return name
 
@@ -97,16 +97,24 @@ def subject(deployment: str, event: Event) -> str:
 
 def compare_filter(deployment: str, event: Event) -> str:
     """The one spelling of the compare-and-append filter of the event's chain."""
-    chain = f"{event.family}.{token(event.key)}" if event.own_chain else event.family
-    return f"reef.{deployment}.{chain}.>"
+    return chain_filter(deployment, FAMILIES[event.family], token(event.key))
+
+
+def chain_filter(deployment: str, family: Family, id_token: str) -> str:
+    """The filter over a whole family, or over one id of it where each id is a chain."""
+    return f"reef.{deployment}.{family.name}.{id_token}.>" if family.per_id else f"reef.{deployment}.{family.name}.>"
 
 
 def parse(text: str) -> Address:
     """Take a subject apart; ContractError for one that is not ours."""
     parts = text.split(".")
-    if len(parts) != 5 or parts[0] != "reef" or parts[2] not in FAMILIES or not all(map(TOKEN.match, parts)):
-        raise ContractError(f"subject {text!r} is not of the form reef.<deployment>.<family>.<id>.<EventName>")
-    return Address(parts[1], parts[2], plain(parts[3]), parts[4])
+    ours = len(parts) == 5 and parts[0] == "reef" and parts[2] in FAMILIES and all(map(TOKEN.fullmatch, parts))
+    try:
+        if ours:
+            return Address(parts[1], parts[2], plain(parts[3]), parts[4])
+    except ValueError:  # not base64url, or not UTF-8 within
+        pass
+    raise ContractError(f"subject {text!r} is not of the form reef.<deployment>.<family>.<id>.<EventName>")
 
 
 def stream_name(deployment: str, stream: str) -> str:

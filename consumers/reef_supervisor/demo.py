@@ -20,7 +20,6 @@ from typing import Any
 
 import msgspec
 import psutil
-from reef_bus.audit import read_history
 
 from consumers.reef_supervisor.deployment import CONFIG_FILE, Deployment, deployment
 from consumers.reef_supervisor.harness import GROUP_SIZE, Harness, Scored, harness
@@ -28,6 +27,7 @@ from consumers.reef_supervisor.role import components
 from consumers.reef_supervisor.screen import Screen
 from consumers.reef_supervisor.tally import Tally
 from reef_bus.artifacts import ArtifactStore
+from reef_bus.audit import read_history
 from reef_bus.config import Config, Nats, Publication, Training, load
 from reef_bus.core.effects import Deadlines, Restarts
 from reef_bus.core.invariants import Audit, check
@@ -161,7 +161,8 @@ class Demo:
         client.start(CONCURRENCY)
         while not self._enough(running.world):
             with contextlib.suppress(TimeoutError):
-                self._count(await asyncio.wait_for(client.answers.get(), 1.0))
+                async with asyncio.timeout(1.0):
+                    self._count(await client.answers.get())
             _raise_first(client.failed(), running)
         await client.stop()
         while not client.answers.empty():
@@ -237,7 +238,7 @@ class Demo:
         if found.mean is not None and found.n == len(final) and abs(found.mean - seen) < 1e-9:
             return []
         return [
-            f"final reward: the harness saw {seen:.4f} over {len(final)} answers, the log says {found.mean} over {found.n}"
+            f"final reward: the harness saw {seen:.4f} over {len(final)} answers, the log {found.mean} over {found.n}"
         ]
 
     def _finish(self, summary: dict[str, Any]) -> int:

@@ -44,7 +44,6 @@ class Tail(msgspec.Struct):
     open: str = ""
     attempt: int = 0
     candidate: str = ""
-    evaluated: bool = False
     registered: bool = False
 
 
@@ -77,20 +76,19 @@ def _why_state(tail: Tail, recorded: Recorded) -> str:
         case CandidateReady(job=job, attempt=attempt):
             ok = tail.open == job and not tail.candidate and attempt == tail.attempt > 0
             return _unless(ok, "no such attempt of a job is open")
-        case CandidateEvaluated(candidate=candidate):
-            ok = bool(tail.open) and tail.candidate == candidate and not tail.evaluated
-            return _unless(ok, "no such candidate is open")
-        case CandidateSelected(candidate=candidate) | CandidateRejected(candidate=candidate):
-            ok = bool(tail.open) and tail.candidate == candidate and tail.evaluated
-            return _unless(ok, "no such candidate is open")
+        case (
+            CandidateEvaluated(candidate=candidate)
+            | CandidateSelected(candidate=candidate)
+            | CandidateRejected(candidate=candidate)
+        ):
+            return _unless(bool(tail.open) and tail.candidate == candidate, "no such candidate is open")
         case JobDropped(job=job):
             return _unless(tail.open == job, "no such job is open")
         case (
             TransferAborted(publication=publication, attempt=attempt)
             | PublicationHalted(publication=publication, attempt=attempt)
+            | ReleaseCommitted(publication=publication, attempt=attempt)
         ):
-            return _unless(tail.open == publication and tail.attempt == attempt, "no such attempt is open")
-        case ReleaseCommitted(publication=publication, attempt=attempt):
             return _unless(tail.open == publication and tail.attempt == attempt, "no such attempt is open")
     return ""
 
@@ -110,16 +108,14 @@ def advance(tail: Tail, recorded: Recorded, *, void: bool) -> None:
         case ScenarioRegistered():
             tail.registered = True
         case JobDispatched(job=job):
-            tail.open, tail.attempt, tail.candidate, tail.evaluated = job, 0, "", False
+            tail.open, tail.attempt, tail.candidate = job, 0, ""
         case JobStarted(attempt=attempt):
             tail.attempt = attempt
         case CandidateReady(candidate=candidate):
             tail.candidate = candidate
-        case CandidateEvaluated():
-            tail.evaluated = True
         case TargetPersisted(publication=publication, attempt=attempt):
             tail.open, tail.attempt = publication, attempt
         case TransferAborted(next_attempt=attempt):
             tail.attempt = attempt
         case CandidateSelected() | CandidateRejected() | JobDropped() | ReleaseCommitted() | PublicationHalted():
-            tail.open, tail.attempt, tail.candidate, tail.evaluated = "", 0, "", False
+            tail.open, tail.attempt, tail.candidate = "", 0, ""

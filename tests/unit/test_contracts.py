@@ -318,7 +318,8 @@ def grown(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 
 def line_of(version: int, data: dict[str, Any]) -> dict[str, Any]:
-    return {**read(GOLDEN / "JobStarted.v1.json"), "type": f"reef.SessionMoved.v{version}", "data": data}
+    line = {"type": f"reef.SessionMoved.v{version}", "subject": "reef.field.train.default.SessionMoved", "data": data}
+    return {**read(GOLDEN / "JobStarted.v1.json"), **line}
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ class Deadlines(msgspec.Struct, frozen=True, rename="kebab", forbid_unknown_fiel
 
 
 class Restarts(msgspec.Struct, frozen=True, rename="kebab", forbid_unknown_fields=True):
-    """At most `max_restarts` of a component within `window_s`, after 1, 2, 4, … × `delay_s`; counted from the log."""
+    """At most `max_restarts` of a component within `window_s`, after 1, 2, then 4 × `delay_s`; counted from the log."""
 
     max_restarts: int = 3
     window_s: float = 300.0

@@ -53,6 +53,7 @@ from reef_bus.events import (
 )
 
 SECOND = 1_000_000_000
+MAX_DOUBLINGS = 2  # of a restart's delay: 1, 2, 4 s, and 4 s from there on where more restarts are allowed
 
 
 # -- trainer
@@ -408,7 +409,7 @@ def _component(world: World, name: str, exits: Mapping[str, int | None], restart
     if len(recent) > restarts.max_restarts:
         halted = RecoveryHalted(component=name, restarts=len(recent) - 1, window_s=restarts.window_s)
         return [Debt(key=f"halt/{name}/{component.starts}", effect=Append(halted))]
-    delay = restarts.delay_s * 2 ** (len(recent) - 1) if recent else 0.0
+    delay = restarts.delay_s * 2 ** min(len(recent) - 1, MAX_DOUBLINGS)
     if recent and now < recent[-1] + delay * SECOND:
         return []
     start = StartComponent(name, component.starts + 1)

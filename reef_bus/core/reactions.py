@@ -34,7 +34,7 @@ from reef_bus.core.effects import (
 from reef_bus.core.ids import LoadId, derived
 from reef_bus.core.membership import Engine, Report, current
 from reef_bus.core.publication import MAX_ATTEMPTS, Publication
-from reef_bus.core.serving import fenced, live, owes_head
+from reef_bus.core.serving import fenced, live, owes_head, present
 from reef_bus.core.training import Candidate, Job, Sender
 from reef_bus.core.world import Component, World, agrees, can_still_reach, reaches_head
 from reef_bus.events import (
@@ -206,9 +206,9 @@ def publisher(world: World, policy: Policy, now: int, silent: frozenset[str] = f
 
 
 def _members(world: World) -> list[Engine]:
-    """The engines whose current boot is joined and not excluded, by id."""
+    """The engines that can take part now, by id."""
     engines = world.membership.engines
-    return [engines[name] for name in sorted(engines) if live(world, engines[name])]
+    return [engines[name] for name in sorted(engines) if present(world, engines[name])]
 
 
 def _exclude(world: World, found: Engine) -> Debt:
@@ -305,10 +305,12 @@ def _verdict(
     """Why the attempt cannot succeed any more, and by whose fault; None while it still can."""
     members = open_.members
     lost = [m for m in members if m not in verified and not _alive(world, m)]
-    if lost:
-        return "member_lost", f"{_names(lost)} replaced, excluded or gone", lost, False
+    late = now > open_.attempt_time + deadlines.fence_s * SECOND
+    others = bool(_members(world))
+    if lost and (others or late):  # with nobody left, a new boot may still come in time
+        return "member_lost", f"{_names(lost)} replaced, excluded or gone", lost, not others
     unfenced = [m for m in members if world.membership.fence(m.boot, open_.id, open_.attempt) is None]
-    if unfenced and now > open_.attempt_time + deadlines.fence_s * SECOND:
+    if unfenced and late:
         return "fence_deadline", f"{_names(unfenced)} did not stop within {deadlines.fence_s:g} s", unfenced, True
     sender = _word(world, open_)
     if sender is not None and sender.failure:
@@ -337,7 +339,7 @@ def _receivers(
 
 
 def _alive(world: World, member: Member) -> bool:
-    return current(world.membership, member) and member.boot not in world.publications.excluded
+    return current(world.membership, member) and present(world, world.membership.engines[member.engine])
 
 
 def _unverified(members: tuple[Member, ...], verified: list[Member]) -> list[Member]:

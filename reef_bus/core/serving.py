@@ -15,6 +15,12 @@ def live(world: World, engine: Engine) -> bool:
     return not engine.left and engine.boot not in world.publications.excluded
 
 
+def present(world: World, engine: Engine) -> bool:
+    """Live, and its process did not end after it joined, as far as a supervisor has recorded that."""
+    component = world.components.get(engine.id)
+    return live(world, engine) and (component is None or component.ended < engine.joined)
+
+
 def fenced(world: World, engine: str, boot: str) -> bool:
     """A fence is up and covers this boot."""
     open_ = world.publications.open

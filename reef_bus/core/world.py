@@ -33,9 +33,11 @@ from reef_bus.events import (
 
 
 class Component(msgspec.Struct, kw_only=True):
-    """A process that the supervisor runs. `lost`: broker times (ns) of its failures, oldest first."""
+    """A process that the supervisor runs. `ended` is the sequence at which its last end was recorded, `lost` holds the
+    broker times (ns) of its failures, oldest first."""
 
     starts: int = 0
+    ended: int = 0
     running: bool = False
     halted: bool = False
     lost: list[int] = []
@@ -106,7 +108,7 @@ def _deployment(world: World, recorded: Recorded) -> None:
             component.starts, component.running, component.halted = starts, True, False
         case ComponentLost(component=name, exit=status):
             component = world.components.setdefault(name, Component())
-            component.running = False
+            component.running, component.ended = False, recorded.seq
             if status:
                 component.lost.append(recorded.time)
         case RecoveryHalted(component=name):

@@ -72,14 +72,24 @@ def _at(event: str, *names: str) -> Provocation:
     return provoke
 
 
+async def _exhaust(found: Live) -> None:
+    """Kill both engines in each attempt of one publication, until there is none left to make."""
+    await kill_at(found, "engine-0", "TargetPersisted")
+    found.running.kill("engine-1")
+    for _ in range(2):
+        await kill_at(found, "engine-0", "TransferAborted")
+        if found.running.supervisor.children["engine-1"].poll() is None:
+            found.running.kill("engine-1")
+
+
 PROVOKED: dict[str, Provocation] = {
     "TrainerJoined": _now("trainer"),
     "EngineJoined": _now("engine-1"),
     "ComponentStarted": _now("publisher"),
     "ComponentLost": _now("publisher"),
     "TransferAborted": _at("EngineFenced", "engine-1"),
-    "PublicationHalted": _at("TargetPersisted", "engine-0", "engine-1"),
-    "TrainerRestored": _at("TargetPersisted", "engine-0", "engine-1"),
+    "PublicationHalted": _exhaust,
+    "TrainerRestored": _exhaust,
 }
 
 

@@ -10,6 +10,7 @@ import pytest
 from reef_bus.core.effects import Append, Debt
 from reef_bus.core.world import World
 from reef_bus.events import (
+    ComponentLost,
     EngineExcluded,
     Event,
     PublicationHalted,
@@ -324,8 +325,30 @@ def test_a_halt_excludes_the_guilty_too() -> None:
 def test_nobody_left_is_a_halt() -> None:
     event = owes(*TARGETED, after_s=30.1)
     assert isinstance(event, PublicationHalted) and set(event.excluded) == {E0, E1} and event.attempt == 1
-    event = owes(*TARGETED, excluded("e0"), excluded("e1"))
+    event = owes(*TARGETED, excluded("e0"), excluded("e1"), after_s=30.1)
     assert isinstance(event, PublicationHalted)
+
+
+def test_with_nobody_left_a_new_boot_may_come_until_the_deadline() -> None:
+    """A deployment of one engine whose process ends keeps its candidate: the next boot is the next attempt's member."""
+    gone: tuple[Step, ...] = (*TARGETED, excluded("e0"), excluded("e1"))
+    assert owes(*gone, after_s=29.9) is None
+    assert aborts(*gone, by("e0.2", joined("e0"))).members == (m("e0", 2),)
+
+
+def test_a_process_that_ended_is_no_member_any_more_and_nobody_waits_for_its_restart() -> None:
+    lost = ComponentLost(component="e1", exit=-9)
+    event = aborts(*TARGETED, lost)
+    assert (event.reason, event.excluded, event.members) == ("member_lost", (E1,), (E0,))
+    event = owes(*SELECTED, lost)
+    assert isinstance(event, TargetPersisted) and event.members == (E0,)
+    event = owes(*SELECTED, lost, by("e1.2", joined("e1")))
+    assert isinstance(event, TargetPersisted) and event.members == (E0, m("e1", 2))
+
+
+def test_an_end_of_an_earlier_process_is_not_this_boots() -> None:
+    event = owes(opened(), ComponentLost(component="e0", exit=1), *SELECTED[1:])
+    assert isinstance(event, TargetPersisted) and event.members == (E0, E1)
 
 
 def test_after_a_halt_the_publisher_leaves_the_incumbent_alone() -> None:

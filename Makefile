@@ -20,13 +20,13 @@ test: lint  ## lint, types, import rules, then the tests with a coverage report
 
 lint: prepare-dev  ## ruff, mypy, import-linter
 	@$(BIN)/ruff check .
-	@$(BIN)/ruff format --check .
+	@$(BIN)/ruff format --check reef_bus consumers tests deploy
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports
 
 format: prepare-dev  ## let ruff write the layout that `make lint` asks for
 	@$(BIN)/ruff check --fix .
-	@$(BIN)/ruff format .
+	@$(BIN)/ruff format reef_bus consumers tests deploy
 
 kill-all: prepare-dev  ## every role killed at every event, once; prints the table
 	@$(BIN)/python -m tests.e2e.kill_all $(ARGS)

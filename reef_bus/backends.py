@@ -1,7 +1,8 @@
 """The contracts that integrations implement: what an inference engine and a trainer must offer.
 
 Knows: plain values and memory views. Must not know: the log, NATS, HTTP, or any framework.
-All methods block; consumers call them in a worker thread, one call at a time per backend.
+All methods block; consumers call them in worker threads. An engine gets one call at a time; a trainer's states are
+immutable, so `weights` and `load` may run beside `train`.
 """
 
 from __future__ import annotations

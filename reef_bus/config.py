@@ -13,7 +13,7 @@ import msgspec
 
 from reef_bus.core.effects import Deadlines, Policy, Restarts
 from reef_bus.errors import Rejected
-from reef_bus.topology import check_name
+from reef_bus.topology import DUPLICATE_WINDOW_S, check_name
 
 SCHEMA_VERSION = 1
 
@@ -157,6 +157,11 @@ def check(config: Config) -> Config:
         check_name("engine", engine)
     if not config.inference.engines or len(set(config.inference.engines)) != len(config.inference.engines):
         raise Rejected(f"inference.engines is {list(config.inference.engines)}: expected at least one, no name twice")
+    if not 0 < config.gateway.timeout_s <= DUPLICATE_WINDOW_S:
+        raise Rejected(
+            f"gateway.timeout-s is {config.gateway.timeout_s:g}: expected at most {DUPLICATE_WINDOW_S}, the time for "
+            "which the server knows a repeated record by its id"
+        )
     transport = config.publication.transport
     if transport not in config.training.offers or transport not in config.inference.accepts:
         raise Rejected(

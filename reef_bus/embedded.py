@@ -23,6 +23,7 @@ import msgspec
 
 from reef_bus.errors import Rejected, Unavailable
 
+_LIBC = ctypes.CDLL(None)  # loaded here: a fork while a thread holds the loader's lock would hang in its child
 START_S = 15.0
 STOP_S = 10.0
 
@@ -127,7 +128,7 @@ def binary() -> Path:
 def die_with_parent() -> None:
     """Between fork and exec on Linux: have the kernel end this child when the process that started it is gone."""
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+        _LIBC.prctl(1, signal.SIGKILL)
 
 
 def _configuration(folder: Path, port: int) -> str:

@@ -113,7 +113,7 @@ def _decode_event(seq: int, subject: str, type_name: str, body: bytes) -> Event:
         )
     try:
         return _DECODERS[name].decode(upcast(name, version, CATALOGUE[name].version, body))
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ContractError(f"event {seq} on {subject} ({type_name}) cannot be read: {error}", seq) from error
 
 

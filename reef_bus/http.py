@@ -13,8 +13,10 @@ from reef_bus.errors import Rejected
 
 
 async def listen(app: web.Application, host: str, port: int, stack: contextlib.AsyncExitStack) -> str:
-    """Serve `app` until the stack is closed; returns its URL. Raises Rejected when the port cannot be had."""
-    runner = web.AppRunner(app, access_log=None, handle_signals=False, shutdown_timeout=2.0)
+    """Serve `app` until the stack is closed; returns its URL. Raises Rejected when the port cannot be had.
+
+    A handler is cancelled when its client goes away: an answer that nobody waits for keeps nobody else waiting."""
+    runner = web.AppRunner(app, access_log=None, handle_signals=False, shutdown_timeout=2.0, handler_cancellation=True)
     await runner.setup()
     stack.push_async_callback(runner.cleanup)
     site = web.TCPSite(runner, host, port, reuse_address=True)

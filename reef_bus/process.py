@@ -71,17 +71,23 @@ async def _run(config: Config, me: Me, build: Build) -> int:
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    boot, stopped = asyncio.ensure_future(_boot(config, me, build)), asyncio.ensure_future(stop.wait())
+    await asyncio.wait({boot, stopped}, return_when=asyncio.FIRST_COMPLETED)
+    if boot.done():
+        await boot
+    boot.cancel()  # also while it is still being built: who asked waits no longer than for what must be undone
+    for error in await asyncio.gather(boot, return_exceptions=True):
+        if isinstance(error, Exception):
+            log.error("ending: %r", error)
+    log.info("boot %s ends, as asked", me.boot)
+    return OK
+
+
+async def _boot(config: Config, me: Me, build: Build) -> None:
+    """From the connection to the end of the loop; whatever was opened is closed again, in reverse order."""
     async with contextlib.AsyncExitStack() as stack:
         journal = await connect(config.nats.url, config.deployment, f"reef-{me.id}")
         stack.push_async_callback(journal.close)
         role = await build(config, journal, me, stack)
-        runner = asyncio.ensure_future(Runner(journal, role).run())
-        stopped = asyncio.ensure_future(stop.wait())
         log.info("boot %s is up", me.boot)
-        await asyncio.wait({runner, stopped}, return_when=asyncio.FIRST_COMPLETED)
-        if runner.done():
-            await runner
-        runner.cancel()
-        await asyncio.gather(runner, return_exceptions=True)
-        log.info("boot %s ends, as asked", me.boot)
-    return OK
+        await Runner(journal, role).run()

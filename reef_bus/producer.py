@@ -17,6 +17,7 @@ from reef_bus.errors import Rejected
 RECEIPT, SCENARIO, LOAD_ID, ENGINE = "x-reef-agent-record-id", "x-reef-scenario", "x-reef-load-id", "x-reef-engine"
 TAG = "x-reef-tag-"
 RETRY_S = 0.1
+AWAY = (502, 503, 504)  # of a gateway, or of what stands before it: asked again
 POLL_S = 0.1
 
 
@@ -78,7 +79,7 @@ class Producer:
                 ) as reply:
                     if reply.status == 200:
                         return await reply.json(), reply.headers
-                    if reply.status < 500:
+                    if reply.status not in AWAY:
                         raise Rejected(f"{method} {path}: {reply.status} {await reply.text()}", reply.status)
             await asyncio.sleep(RETRY_S)
 

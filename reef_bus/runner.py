@@ -299,11 +299,16 @@ def _first(failed: BaseExceptionGroup[BaseException]) -> BaseException:
 
 
 async def blocking(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Run a blocking call in a thread. Cancelled, it still waits for it: no call outlives the await that made it."""
+    """Run a blocking call in a thread. Cancelled, however often, it still waits: no call outlives its await."""
     task = asyncio.ensure_future(asyncio.to_thread(function, *args, **kwargs))
-    try:
-        return await asyncio.shield(task)
-    except asyncio.CancelledError:
-        with contextlib.suppress(Exception):
-            await task
-        raise
+    cancelled: asyncio.CancelledError | None = None
+    while not task.done():
+        try:
+            await asyncio.wait({task})  # which, unlike awaiting it, passes no cancellation on
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is None:
+        return task.result()
+    if not task.cancelled():
+        task.exception()  # seen: nobody is left to tell
+    raise cancelled

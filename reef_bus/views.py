@@ -34,7 +34,7 @@ def status(world: World, now: int, policy: Policy) -> dict[str, Any]:
         "open_publication": _publication(published.open) if published.open else None,
         "waiting": waiting(world, now, policy),
         "components": {
-            name: {"running": c.running, "starts": c.starts, "lost": len(c.lost), "halted": c.halted}
+            name: {"running": c.running, "starts": c.starts, "lost": len(c.lost), "halted": bool(c.halted)}
             for name, c in sorted(world.components.items())
         },
     }
@@ -79,7 +79,11 @@ def waiting(world: World, now: int, policy: Policy) -> dict[str, Any]:
     halted = sorted(name for name, component in world.components.items() if component.halted)
     if halted:
         return _wait(
-            ", ".join(halted), 0, now, "nothing by itself: it was restarted too often", "reef-bus log --tail 50"
+            ", ".join(halted),
+            0,
+            now,
+            "nothing by itself: it ended too often; `reef-bus up` again tries again",
+            "reef-bus log --tail 50",
         )
     if not world.incarnation:
         return _wait("the supervisor", 0, now, "it opens the log", "reef-bus streams apply")

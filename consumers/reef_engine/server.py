@@ -7,7 +7,6 @@ Requests that arrive while the gate is closed wait; what is generated together w
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from typing import NamedTuple
 
 import msgspec
@@ -62,33 +61,40 @@ class Server:
     async def work(self) -> None:
         """Generate for ever."""
         while True:
-            first = await self.queue.get()
-            await self.agent.open.wait()
-            async with self.agent.memory:
-                if not self.agent.open.is_set():
-                    await self._put_back(first)
-                    continue
-                batch = [first]
-                while len(batch) < self.max_batch and not self.queue.empty():
-                    batch.append(self.queue.get_nowait())
-                await self._generate([waiting for waiting in batch if not waiting.done.cancelled()])
+            await self._serve([await self.queue.get()], self.max_batch)
 
-    async def _put_back(self, waiting: _Waiting) -> None:
-        with contextlib.suppress(asyncio.QueueFull):
-            self.queue.put_nowait(waiting)
+    async def _serve(self, batch: list[_Waiting], most: int) -> None:
+        """Generate for `batch` and up to `most` of those who wait. A gate that closes meanwhile makes them wait on; a
+        prompt that is refused spoils nobody else's request."""
+        try:
+            while not await self._served(batch, most):
+                pass
+        except Rejected as error:
+            if len(batch) > 1:
+                for waiting in batch:
+                    await self._serve([waiting], 1)
+            elif not batch[0].done.done():
+                batch[0].done.set_exception(error)
+
+    async def _served(self, batch: list[_Waiting], most: int) -> bool:
+        """Whether the gate was open once generation had the memory to itself."""
+        await self.agent.open.wait()
+        async with self.agent.memory:
+            if not self.agent.open.is_set():
+                return False
+            while len(batch) < most and not self.queue.empty():
+                batch.append(self.queue.get_nowait())
+            if waiting := [each for each in batch if not each.done.done()]:
+                await self._generate(waiting)
+            return True
 
     async def _generate(self, batch: list[_Waiting]) -> None:
+        """Raises Rejected when the engine refuses one of the prompts; then none was answered."""
         agent, world = self.agent, self.agent.world
         head = world.publications.head
         assert head is not None and may_generate(world, agent.me.id, agent.me.boot)
         load_id, as_of = head.load_id, world.seq
-        try:
-            completions: list[Completion] = await blocking(agent.backend.generate, [w.prompt for w in batch])
-        except Rejected as error:
-            for waiting in batch:
-                if not waiting.done.done():
-                    waiting.done.set_exception(error)
-            return
+        completions: list[Completion] = await blocking(agent.backend.generate, [w.prompt for w in batch])
         agent.served += len(batch)
         for waiting, completion in zip(batch, completions, strict=True):
             if not waiting.done.done():

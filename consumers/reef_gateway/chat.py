@@ -44,7 +44,7 @@ def parse(body: bytes, model: str) -> Call:
         request = msgspec.json.decode(body, type=ChatRequest)
     except msgspec.ValidationError as error:
         raise Rejected(f"the request does not fit /v1/chat/completions: {error}") from error
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         raise Rejected(f"the body is not JSON: {error}") from error
     if request.model != model:
         raise Rejected(f"model {request.model!r} is not served here; use {model!r}", 404)

@@ -37,12 +37,16 @@ class Recorder:
         self.reports: dict[str, bytes] = {}
         self.seq = 0
         self._moved = asyncio.Event()
+        self._replayed = False
+        self._following: asyncio.Task[None] | None = None
         self._rows: list[tuple[TokenRow, asyncio.Future[tuple[Blob, int]]]] = []
         self._some = asyncio.Event()
 
     async def start(self, stack: contextlib.AsyncExitStack) -> None:
-        for part in (self._follow(), self._store_rows()):
-            stack.callback(asyncio.create_task(part).cancel)
+        self._following = asyncio.create_task(self._follow())
+        self._following.add_done_callback(self._stopped)
+        stack.callback(self._following.cancel)
+        stack.callback(asyncio.create_task(self._store_rows()).cancel)
 
     async def row(self, row: TokenRow) -> tuple[Blob, int]:
         """Make one answer's tokens durable; returns the blob and the row in it."""
@@ -58,7 +62,7 @@ class Recorder:
             rows, self._rows = self._rows, []
             try:
                 blob = await blocking(self.store.put, encode_rows([row for row, _ in rows]))
-            except Unavailable as error:
+            except Exception as error:  # whatever it is, who waits must hear of it, and the next rows may do better
                 for _, done in rows:
                     if not done.done():
                         done.set_exception(error)
@@ -82,8 +86,11 @@ class Recorder:
         metadata: dict[str, object],
     ) -> tuple[str, bool]:
         """Record a report; returns its id and whether it had been there. The same id with other content is refused."""
+        await self._replay()
         await self._check_references(scenario, references)
         id_ = report or derived("rep", scenario, *references)
+        if id_ in self.answers:
+            raise Rejected(f"{id_!r} is a receipt; a report has an id of its own, or none, and names receipts", 409)
         event = ReportReceived(
             scenario=scenario, report=id_, references=references, score=score, feedback=feedback, metadata=metadata
         )
@@ -114,12 +121,22 @@ class Recorder:
     async def _stored(self, report: str) -> bytes:
         if report not in self.reports:
             await self._caught_up()
+        if report not in self.reports:
+            raise Rejected(f"report id {report!r} is taken by another record", 409)
         return self.reports[report]
+
+    async def _replay(self) -> None:
+        """Once: the broker knows a repeated report for some minutes only, the index knows those before this boot."""
+        if not self._replayed:
+            await self._caught_up()
+            self._replayed = True
 
     async def _caught_up(self) -> None:
         """Another gateway may have recorded it: judge on everything that is there now."""
         head = await self.journal.head(RECORDS)
         while self.seq < head:
+            if self._following and self._following.done():
+                self._following.result()
             await self._moved.wait()
 
     async def _follow(self) -> None:
@@ -127,8 +144,17 @@ class Recorder:
             for recorded in batch:
                 self._index(recorded)
             self.seq = batch[-1].seq
-            self._moved.set()
-            self._moved = asyncio.Event()
+            self._wake()
+
+    def _wake(self) -> None:
+        self._moved.set()
+        self._moved = asyncio.Event()
+
+    def _stopped(self, following: asyncio.Task[None]) -> None:
+        """Answers go on; what needs the index fails with what ended it, instead of waiting for ever."""
+        if not following.cancelled() and (error := following.exception()):
+            log.error("RECORDS is not followed any more: %s", error)
+        self._wake()
 
     def _index(self, recorded: Recorded) -> None:
         match recorded.event:

@@ -11,8 +11,9 @@ import contextlib
 import logging
 import math
 import os
+import re
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any
 
 import aiohttp
@@ -41,6 +42,8 @@ from reef_bus.tokens import decode
 log = logging.getLogger(__name__)
 
 MAX_TAGS, MAX_TAG_BYTES = 16, 256
+MAX_DEPTH = 32  # of metadata: whoever reads the stream must be able to walk it, however deep in its own stack it is
+REPORT_ID = re.compile(r"[!-~]{1,128}")
 
 
 class ReportRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -89,16 +92,11 @@ class Gateway(Role):
         scenario = self._scenario(request)
         call = parse(await request.read(), self.config.model)
         tags = _tags(request)
-        try:
-            async with asyncio.timeout(self.config.gateway.timeout_s):
-                answer = await self.router.generate(call.prompt)
-                if _hung_up(request):
-                    return web.Response(status=499, reason="client closed request")
-                record = await self._record(scenario, call, answer, tags)
-        except TimeoutError as error:
-            raise Unavailable(
-                f"no answer within {self.config.gateway.timeout_s:g} s; `reef-bus status` says why"
-            ) from error
+        async with self._deadline():
+            answer = await self.router.generate(call.prompt)
+            if _hung_up(request):
+                return web.Response(status=499, reason="client closed request")
+            record = await self._record(scenario, call, answer, tags)
         ids, logprobs = answer.completion.ids, answer.completion.logprobs
         body = response(call, record, int(time.time()), ids, logprobs)
         return web.json_response(
@@ -138,14 +136,15 @@ class Gateway(Role):
     async def report(self, request: web.Request) -> web.Response:
         scenario = self._scenario(request)
         report = _report(await request.read())
-        id_, duplicate = await self.recorder.report(
-            scenario,
-            report.agent_record_id,
-            tuple(report.references),
-            report.score,
-            report.feedback,
-            report.metadata,
-        )
+        async with self._deadline():
+            id_, duplicate = await self.recorder.report(
+                scenario,
+                report.agent_record_id,
+                tuple(report.references),
+                report.score,
+                report.feedback,
+                report.metadata,
+            )
         return web.json_response({"agent_record_id": id_, "duplicate": duplicate})
 
     async def models(self, request: web.Request) -> web.Response:
@@ -161,6 +160,16 @@ class Gateway(Role):
         engines = [engine.id for engine in serving(self.router.world)]
         return web.json_response({"ready": bool(engines), "engines": engines}, status=200 if engines else 503)
 
+    @contextlib.asynccontextmanager
+    async def _deadline(self) -> AsyncIterator[None]:
+        """What is not done in time is not known to be undone: the client may ask again, and finds what was recorded."""
+        seconds = self.config.gateway.timeout_s
+        try:
+            async with asyncio.timeout(seconds):
+                yield
+        except TimeoutError as error:
+            raise Unavailable(f"no answer within {seconds:g} s; `reef-bus status` says why") from error
+
     def _scenario(self, request: web.Request) -> str:
         scenario = request.headers.get(SCENARIO, self.config.scenario)
         if scenario != self.config.scenario:
@@ -175,18 +184,29 @@ def _report(body: bytes) -> ReportRequest:
         report = msgspec.json.decode(body, type=ReportRequest)
     except msgspec.ValidationError as error:
         raise Rejected(f"the report does not fit: {error}") from error
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         raise Rejected(f"the body is not JSON: {error}") from error
+    if not _shallow(report.metadata):
+        raise Rejected(f"metadata is nested more than {MAX_DEPTH} deep")
     if not report.references or len(set(report.references)) != len(report.references):
         raise Rejected("references must name at least one receipt, and none twice")
     if not math.isfinite(report.score):
         raise Rejected(f"score is {report.score}; expected a finite number")
+    if report.agent_record_id is not None and not REPORT_ID.fullmatch(report.agent_record_id):
+        raise Rejected("agent_record_id must be 1 to 128 visible ASCII characters: it becomes a header on the log")
     return report
+
+
+def _shallow(value: object, left: int = MAX_DEPTH) -> bool:
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return left > 0 and all(_shallow(each, left - 1) for each in inner)
 
 
 def _tags(request: web.Request) -> dict[str, str]:
     tags = {k.lower().removeprefix(TAG): v for k, v in request.headers.items() if k.lower().startswith(TAG)}
-    if len(tags) > MAX_TAGS or any(len(key) + len(value) > MAX_TAG_BYTES for key, value in tags.items()):
+    if any("\udc80" <= character <= "\udcff" for value in tags.values() for character in value):
+        raise Rejected(f"{TAG}… headers must be UTF-8")  # bytes that are not arrive as surrogates
+    if len(tags) > MAX_TAGS or any(len(key) + len(value.encode()) > MAX_TAG_BYTES for key, value in tags.items()):
         raise Rejected(f"at most {MAX_TAGS} {TAG}… headers of {MAX_TAG_BYTES} bytes each")
     return tags
 
@@ -211,9 +231,9 @@ async def errors(request: web.Request, handler: Handler) -> web.StreamResponse:
         return _error(error.status, "invalid_request_error", f"{request.method} {request.path}: {error.reason}")
     except Unavailable as error:
         return _error(503, "unavailable", str(error))
-    except ReefError as error:
+    except Exception as error:
         log.exception("%s %s", request.method, request.path)
-        return _error(500, "internal_error", str(error))
+        return _error(500, "internal_error", str(error) if isinstance(error, ReefError) else type(error).__name__)
 
 
 def _error(status: int, kind: str, message: str) -> web.Response:

@@ -8,7 +8,9 @@ nobody recorded was never given.
 from __future__ import annotations
 
 import asyncio
+import collections
 import logging
+from collections.abc import Mapping
 from typing import Any
 
 import aiohttp
@@ -47,21 +49,23 @@ class Router:
 
     async def generate(self, prompt: Prompt) -> Generated:
         """An answer by a release that this fold shows committed. Waits as long as the caller lets it."""
-        pause = BACK_OFF_S
+        pause, failures = BACK_OFF_S, collections.Counter[str]()
         while True:
-            engine = await self._engine()
+            engine = await self._engine(failures)
             answer = await self._ask(engine, prompt)
             if answer and await self._holds(answer):
                 return answer
+            failures[engine.boot] += 1
             await asyncio.sleep(pause)
             pause = min(2 * pause, 1.0)
 
-    async def _engine(self) -> Engine:
+    async def _engine(self, failures: Mapping[str, int]) -> Engine:
+        """One that failed this request comes last: whoever refuses at once also has the fewest in flight."""
         while True:
             moved = self._moved
             found = serving(self.world)
             if found:
-                return min(found, key=lambda engine: self.in_flight.get(engine.boot, 0))
+                return min(found, key=lambda e: (failures.get(e.boot, 0), self.in_flight.get(e.boot, 0)))
             await moved.wait()
 
     async def _ask(self, engine: Engine, prompt: Prompt) -> Generated | None:

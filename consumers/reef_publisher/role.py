@@ -18,6 +18,8 @@ from reef_bus.events import Event
 from reef_bus.journal import Beat, Journal
 from reef_bus.runner import Role
 
+DEAF_S = 2.0  # the loop asks every few hundred ms: after a longer pause this process was stopped, and heard nobody
+
 
 class Heartbeats:
     """Which boots were not heard for too long. Silence counts only while this process could have heard them."""
@@ -26,15 +28,16 @@ class Heartbeats:
         self.journal = journal
         self.lapse_s = lapse_s
         self._heard: dict[str, float] = {}
-        self._listening = time.monotonic()
+        self._listening = self._asked = time.monotonic()
 
     def hear(self, beat: Beat) -> None:
         self._heard[str(beat.get("boot"))] = time.monotonic()
 
     def silent(self, boots: Sequence[str]) -> frozenset[str]:
         now = time.monotonic()
-        if not self.journal.connected():
+        if not self.journal.connected() or now - self._asked > DEAF_S:
             self._listening = now
+        self._asked = now
         for boot in boots:
             self._heard.setdefault(boot, now)
         self._heard = {boot: self._heard[boot] for boot in boots}

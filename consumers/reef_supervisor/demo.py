@@ -11,10 +11,11 @@ import collections
 import contextlib
 import json
 import shutil
+import signal
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,7 @@ MARGIN = 0.03  # training stops when a release's mean is this far above the targ
 MEASURED = 128  # answers that a release's mean is taken over, before it is believed
 FINAL, FINAL_EACH, FINAL_MOST = 96, 16, 512
 QUIET_S = 0.5
+INTERRUPTED = 130
 SAMPLE_S = 0.5
 
 
@@ -307,10 +309,19 @@ def main(argv: Sequence[str]) -> int:
     temporary = None if args.keep or args.resume else tempfile.mkdtemp(prefix="reef-demo-")
     try:
         config = _config(args, temporary)
-        return asyncio.run(Demo(args, config).run())
+        return asyncio.run(_until_asked(Demo(args, config).run()))
+    except asyncio.CancelledError:
+        return INTERRUPTED
     finally:
         if temporary:
             shutil.rmtree(temporary, ignore_errors=True)
+
+
+async def _until_asked(demo: Coroutine[Any, Any, int]) -> int:
+    """Run it; SIGTERM ends it as Ctrl-C does, with everything stopped and the temporary folder removed."""
+    task = asyncio.ensure_future(demo)
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+    return await task
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -370,7 +381,8 @@ def _config(args: argparse.Namespace, temporary: str | None) -> Config:
                 f"--resume {args.resume}: no deployment there; `reef-bus demo --keep {args.resume}` makes one"
             )
         config = load(path)
-        return msgspec.structs.replace(config, nats=Nats(), state_dir=args.resume)
+        gateway = msgspec.structs.replace(config.gateway, port=0)  # another process may have the old one by now
+        return msgspec.structs.replace(config, nats=Nats(), gateway=gateway, state_dir=args.resume)
     folder = temporary or args.keep
     if Path(folder, "run", CONFIG_FILE).exists():
         raise Rejected(

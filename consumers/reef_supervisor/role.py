@@ -63,12 +63,15 @@ class Supervisor(Role):
         if self.stopping:
             return ()
         exits = {name: child.poll() for name, child in self.children.items()}
-        return reactions.supervisor(world, tuple(self.roles), exits, self.config.supervision, now)
+        return reactions.supervisor(world, self.me, tuple(self.roles), exits, self.config.supervision, now)
 
     async def perform(self, debt: Debt, scope: contextlib.AsyncExitStack) -> Event | None:
         match debt.effect:
             case StartComponent(component=name, starts=starts):
-                return ComponentStarted(component=name, pid=self._start(name), starts=starts)
+                try:
+                    return ComponentStarted(component=name, pid=self._start(name), starts=starts)
+                except OSError as error:  # no process, memory or disk to be had now is no reason to end the others
+                    raise Unavailable(f"cannot start {name}: {error.strerror}") from error
         raise AssertionError(debt.effect)
 
     def _start(self, name: str) -> int:

@@ -33,6 +33,7 @@ class Tally:
         self.committed: list[str] = []
         self._targets: dict[str, int] = {}
         self._selected: dict[str, int] = {}
+        self._resumed: set[tuple[str, str]] = set()
         self._fence_ms: dict[str, list[float]] = defaultdict(list)
         self._serving_ms: dict[str, list[float]] = defaultdict(list)
 
@@ -54,7 +55,10 @@ class Tally:
                 self.verified += len(evidence)
                 if recorded.time >= self.since:
                     self.committed.append(load_id)
-            case EngineFenced(previous=load_id, resumed_at=at) if at and load_id in self._targets:
+            case EngineFenced(engine=engine, previous=load_id, resumed_at=at) if at and load_id in self._targets:
+                if (engine, load_id) in self._resumed:
+                    return  # it was fenced for a publication that halted, and came back: that is no release's time
+                self._resumed.add((engine, load_id))
                 self._fence_ms[load_id].append((at - self._targets[load_id]) / MS)
                 self._serving_ms[load_id].append((at - self._selected[load_id]) / MS)
 

@@ -33,10 +33,12 @@ class RecordBook:
         self.last = 0
         self._begun = asyncio.Event()
         self._changed = asyncio.Event()
+        self._following: asyncio.Task[None] | None = None
 
     async def start(self, stack: contextlib.AsyncExitStack) -> None:
-        task = asyncio.create_task(self._follow())
-        stack.callback(task.cancel)
+        self._following = asyncio.create_task(self._follow())
+        self._following.add_done_callback(lambda _: self._changed.set())
+        stack.callback(self._following.cancel)
 
     def moved(self, world: World) -> None:
         """The LOG fold has moved: what was too new may be known now."""
@@ -44,11 +46,14 @@ class RecordBook:
         self._changed.set()
 
     async def batch(self, base: str, last: Batch | None) -> Chosen:
-        """Wait until there is an eligible batch for a job from `base`; `last` is the last dispatched one."""
+        """Wait until there is an eligible batch for a job from `base`; `last` is the last dispatched one. Raises what
+        RECORDS could not be followed for: ContractError, so that whoever asked halts."""
         self._begin(last)
         training = self.config.training
         while True:
             self._changed.clear()
+            if self._following and self._following.done():
+                self._following.result()
             retire(self.book, self._hopeless)
             units = choose(self.book, lambda id_: self._lag(id_, base), training.groups, training.group_size)
             if units:

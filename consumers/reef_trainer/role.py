@@ -7,6 +7,7 @@ Knows: its backend, the artifact store, the transports. Must not know: engines, 
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -73,6 +74,7 @@ class Trainer(Role):
         self.evaluator: Evaluator = TrainingMetrics()
         self.selector: Selector = SelectFinite()
         self._states: dict[str, Any] = {}
+        self._kept = threading.Lock()  # an offer loads in one thread while a job trains in another
 
     def react(self, world: World, now: int) -> Sequence[Debt]:
         debts = reactions.trainer(world, self.me)
@@ -151,8 +153,9 @@ class Trainer(Role):
     def _train(self, effect: Train) -> Event:
         job = effect.job
         batch = decode_batch(self.store.get(job.batch.digest))
+        base = self._state(effect.base)  # a damaged one is not the batch's fault: that halts, and drops nothing
         try:
-            state, metrics = self.backend.train(self._state(effect.base), batch.samples, batch.seed)
+            state, metrics = self.backend.train(base, batch.samples, batch.seed)
         except ContractError as error:
             return JobDropped(scenario=self.config.scenario, job=job.id, reason="not_trainable", detail=str(error))
         candidate = derived("cand", job.id)
@@ -177,17 +180,19 @@ class Trainer(Role):
         return weights, Manifest.decode(self.store.get(manifest.digest)), optimizer
 
     def _state(self, candidate: Candidate) -> Any:
-        found = self._states.get(candidate.id)
+        with self._kept:
+            found = self._states.get(candidate.id)
         if found is None:
             optimizer = self.store.path(candidate.optimizer.digest) if candidate.optimizer else None
             found = self.backend.load(self.store.path(candidate.weights.digest), optimizer)
         return self._remember(candidate.id, found)
 
     def _remember(self, candidate: str, state: Any) -> Any:
-        self._states.pop(candidate, None)
-        self._states[candidate] = state
-        while len(self._states) > KEPT_STATES:
-            del self._states[next(iter(self._states))]
+        with self._kept:
+            self._states.pop(candidate, None)
+            self._states[candidate] = state
+            while len(self._states) > KEPT_STATES:
+                del self._states[next(iter(self._states))]
         return state
 
     def _evaluate(self, effect: Evaluate) -> Event:

@@ -389,23 +389,26 @@ def _abort(world: World, open_: Publication, reason: str, detail: str, guilty: l
 
 
 def supervisor(
-    world: World, names: tuple[str, ...], exits: Mapping[str, int | None], restarts: Restarts, now: int
+    world: World, me: Me, names: tuple[str, ...], exits: Mapping[str, int | None], restarts: Restarts, now: int
 ) -> list[Debt]:
-    """What the supervisor of `names` owes. `exits` holds the processes of this supervisor: None while one runs, its
+    """What the supervisor of `names` owes. What it gave up itself stays down; what an earlier one gave up is tried
+    again, because a person has started this one. `exits` holds the processes of this supervisor: None while one runs, its
     exit status afterwards; a component that the log shows running and that is not in it ended with its supervisor."""
     if not world.incarnation:
         return []
-    return [debt for name in names for debt in _component(world, name, exits, restarts, now)]
+    return [debt for name in names for debt in _component(world, me, name, exits, restarts, now)]
 
 
-def _component(world: World, name: str, exits: Mapping[str, int | None], restarts: Restarts, now: int) -> list[Debt]:
+def _component(
+    world: World, me: Me, name: str, exits: Mapping[str, int | None], restarts: Restarts, now: int
+) -> list[Debt]:
     component = world.components.get(name, Component())
     exit_ = exits.get(name, 0)
     if component.running and exit_ is not None:
         detail = "" if name in exits else "its supervisor ended"
         lost = ComponentLost(component=name, exit=exit_, detail=detail)
         return [Debt(key=f"lost/{name}/{component.starts}", effect=Append(lost))]
-    if component.running or component.halted:
+    if component.running or component.halted == me.boot:
         return []
     recent = [at for at in component.lost if at > now - restarts.window_s * SECOND]
     if len(recent) > restarts.max_restarts:

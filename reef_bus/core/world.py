@@ -33,13 +33,13 @@ from reef_bus.events import (
 
 
 class Component(msgspec.Struct, kw_only=True):
-    """A process that the supervisor runs. `ended` is the sequence at which its last end was recorded, `lost` holds the
-    broker times (ns) of its failures, oldest first."""
+    """A process that a supervisor runs. `ended` is the sequence at which its last end was recorded, `halted` the
+    supervisor boot that gave it up, `lost` the broker times (ns) of its failures since it was last given up."""
 
     starts: int = 0
     ended: int = 0
     running: bool = False
-    halted: bool = False
+    halted: str = ""
     lost: list[int] = []
 
 
@@ -105,14 +105,16 @@ def _deployment(world: World, recorded: Recorded) -> None:
             world.incarnation = incarnation
         case ComponentStarted(component=name, starts=starts):
             component = world.components.setdefault(name, Component())
-            component.starts, component.running, component.halted = starts, True, False
+            component.starts, component.running, component.halted = starts, True, ""
         case ComponentLost(component=name, exit=status):
             component = world.components.setdefault(name, Component())
             component.running, component.ended = False, recorded.seq
             if status:
                 component.lost.append(recorded.time)
         case RecoveryHalted(component=name):
-            world.components.setdefault(name, Component()).halted = True
+            component = world.components.setdefault(name, Component())
+            component.halted = recorded.boot
+            component.lost.clear()
 
 
 def _check(world: World, recorded: Recorded) -> None:

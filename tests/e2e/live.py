@@ -12,11 +12,11 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 
 import msgspec
-from reef_bus.audit import read_history
 
 from consumers.reef_supervisor.deployment import Deployment, deployment
 from consumers.reef_supervisor.harness import Harness, harness
 from reef_bus.artifacts import ArtifactStore
+from reef_bus.audit import read_history
 from reef_bus.config import Config, Publication
 from reef_bus.core.effects import Deadlines, Restarts
 from reef_bus.core.invariants import Audit, check

@@ -1,0 +1,239 @@
+"""The agent's hands: what it says after a fence, a receive, a verification, and that nothing generates meanwhile.
+
+Knows: the agent, a backend of four floats, a real artifact store. Must not know: HTTP, or any framework.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from consumers.reef_engine import agent as agent_module
+from consumers.reef_engine.agent import Agent, Fault
+from reef_bus.artifacts import ArtifactStore, save_weights
+from reef_bus.backends import Completion, InferenceBackend, Piece, Pieces, Prompt
+from reef_bus.config import Config
+from reef_bus.core.effects import Debt, Effect, Fence, Me, Receive, VerifyHead
+from reef_bus.errors import Rejected
+from reef_bus.events import Blob, EngineFenced, EngineLeft, Event, ReceiverFailed, ReceiverVerified
+from reef_bus.manifest import Manifest
+from tests.facts import E0, E1, SERVING, fenced, halted, holds, target, trained
+from tests.spec import Step, given
+
+BASE, NEXT = b"\x00\x00\x80\x3f" * 4, b"\x00\x00\x00\x40" * 4  # four times 1.0, four times 2.0
+
+
+class Floats(InferenceBackend):
+    """An engine whose answers are the bytes that it holds. Prompts of more than four tokens are refused."""
+
+    def __init__(self) -> None:
+        self.memory = bytearray(16)
+        self.batches: list[int] = []
+        self.may_end = threading.Event()
+        self.may_end.set()
+
+    def start(self) -> None: ...
+
+    def live(self) -> Pieces:
+        return {"w": Piece("F32", (4,), memoryview(self.memory))}
+
+    def generate(self, prompts: Sequence[Prompt]) -> list[Completion]:
+        assert self.may_end.wait(10)
+        if any(len(prompt.ids) > 4 for prompt in prompts):
+            raise Rejected("too long")
+        self.batches.append(len(prompts))
+        held = tuple(self.memory[:4])
+        return [Completion(ids=held, logprobs=(0.0,) * 4, finish_reason="length") for _ in prompts]
+
+    def close(self) -> None: ...
+
+
+def agent(folder: Path, fault: Fault | None = None) -> Agent:
+    store = ArtifactStore(folder)
+    return Agent(Config(), Me("e0", "e0.1"), "http://e0", Floats(), store, fault or Fault())
+
+
+def kept(found: Agent, data: bytes) -> tuple[Blob, Manifest]:
+    return save_weights(found.store, {"w": Piece("F32", (4,), memoryview(data))})
+
+
+def memory(found: Agent) -> bytearray:
+    assert isinstance(found.backend, Floats)
+    return found.backend.memory
+
+
+def see(found: Agent, *history: Step) -> None:
+    found.folded(given(*history).world, ())
+
+
+async def say(found: Agent, effect: Effect) -> Event:
+    async with contextlib.AsyncExitStack() as scope:
+        said = await found.perform(Debt(key="k", effect=effect), scope)
+    assert said is not None
+    return said
+
+
+def receiving(found: Agent, data: bytes, transport: str = "files", sequence: int = 1) -> Receive:
+    blob, manifest = kept(found, data)
+    return Receive("pub1", 1, f"inc:{sequence}", manifest.digest, transport, blob.digest, "", 5.0)
+
+
+def verifying(found: Agent, data: bytes) -> VerifyHead:
+    blob, manifest = kept(found, data)
+    return VerifyHead("inc:0", manifest.digest, blob)
+
+
+# -- the gate
+
+
+def test_the_gate_follows_the_serving_rule(tmp_path: Path) -> None:
+    found = agent(tmp_path)
+    see(found, *SERVING[:5])
+    assert not found.open.is_set() and found.serving() == ""
+    see(found, *SERVING)
+    assert found.open.is_set() and found.serving() == "inc:0"
+    see(found, *SERVING, *trained("c1"), target(1, "c1", E0, E1))
+    assert not found.open.is_set()
+
+
+def test_after_a_halt_the_gate_opens_with_the_engines_own_proof_and_not_before(tmp_path: Path) -> None:
+    found, history = agent(tmp_path), (*SERVING, *trained("c1"), target(1, "c1", E0, E1), fenced("e0", 1), halted(1))
+    see(found, *history)
+    assert not found.open.is_set()
+    see(found, *history, holds("e0", 0, "base"))
+    assert found.open.is_set() and found.serving() == "inc:0"
+
+
+# -- fence
+
+
+async def test_a_fence_has_the_memory_before_it_is_reported_and_says_what_was_served(tmp_path: Path) -> None:
+    found = agent(tmp_path)
+    see(found, *SERVING)
+    found.served = 7
+    async with found.memory:  # a batch is being generated
+        saying = asyncio.create_task(say(found, Fence("pub1", 1)))
+        await asyncio.sleep(0.02)
+        assert not saying.done()
+        found.served = 8
+    said = await saying
+    assert isinstance(said, EngineFenced)
+    assert (said.previous, said.served) == ("inc:0", 8) and said.resumed_at > 0 and said.stopped_ms >= 20
+
+
+async def test_the_second_attempts_fence_does_not_count_the_same_service_again(tmp_path: Path) -> None:
+    found = agent(tmp_path)
+    see(found, *SERVING)
+    await say(found, Fence("pub1", 1))
+    said = await say(found, Fence("pub1", 2))
+    assert isinstance(said, EngineFenced) and (said.previous, said.resumed_at, said.served) == ("", 0, 0)
+
+
+# -- receive
+
+
+async def test_what_was_received_is_hashed_where_it_lies(tmp_path: Path) -> None:
+    found = agent(tmp_path)
+    effect = receiving(found, NEXT)
+    said = await say(found, effect)
+    assert bytes(memory(found)) == NEXT
+    assert isinstance(said, ReceiverVerified)
+    assert (said.load_id, said.manifest, said.method, said.tensors, said.bytes) == (
+        "inc:1",
+        effect.manifest,
+        "received",
+        1,
+        16,
+    )
+
+
+async def test_a_flipped_bit_is_reported_with_the_tensor_and_what_was_found(tmp_path: Path) -> None:
+    found = agent(tmp_path, Fault(at=1))
+    effect = receiving(found, NEXT)
+    said = await say(found, effect)
+    assert isinstance(said, ReceiverFailed) and said.cause == "digest" and "w" in said.detail
+    assert said.observed not in ("", effect.manifest)
+    again = await say(found, effect)
+    assert isinstance(again, ReceiverVerified)  # the switch strikes once
+
+
+async def test_the_fault_switch_waits_for_its_target(tmp_path: Path) -> None:
+    found = agent(tmp_path, Fault(at=3))
+    assert isinstance(await say(found, receiving(found, NEXT, sequence=2)), ReceiverVerified)
+    assert isinstance(await say(found, receiving(found, NEXT, sequence=4)), ReceiverFailed)
+
+
+@pytest.mark.parametrize(
+    ("change", "cause"), [({"transport": "pigeon"}, "protocol"), ({"address": "0" * 64}, "refused")]
+)
+async def test_a_ticket_that_leads_nowhere_is_a_failure_of_this_attempt(
+    tmp_path: Path, change: dict[str, str], cause: str
+) -> None:
+    found = agent(tmp_path)
+    said = await say(found, msgspec.structs.replace(receiving(found, NEXT), **change))
+    assert isinstance(said, ReceiverFailed) and said.cause == cause and said.observed == ""
+
+
+async def test_a_manifest_that_is_not_there_is_a_failure_too(tmp_path: Path) -> None:
+    found = agent(tmp_path)
+    said = await say(found, msgspec.structs.replace(receiving(found, NEXT), manifest="0" * 64))
+    assert isinstance(said, ReceiverFailed) and said.cause == "artifact"
+
+
+# -- verification of the head
+
+
+async def test_memory_that_holds_the_head_is_proven_without_moving_a_byte(tmp_path: Path) -> None:
+    found = agent(tmp_path)
+    memory(found)[:] = BASE
+    said = await say(found, verifying(found, BASE))
+    assert isinstance(said, ReceiverVerified)
+    assert (said.method, said.bytes, said.publication, said.attempt) == ("memory", 0, "", 0)
+
+
+async def test_memory_that_holds_anything_else_is_loaded_from_the_artifact(tmp_path: Path) -> None:
+    found = agent(tmp_path)
+    memory(found)[:] = NEXT
+    effect = verifying(found, BASE)
+    said = await say(found, effect)
+    assert isinstance(said, ReceiverVerified) and (said.method, said.bytes) == ("artifact", 16)
+    assert bytes(memory(found)) == BASE and said.manifest == effect.manifest
+
+
+async def test_a_head_that_cannot_be_loaded_ends_the_boot(tmp_path: Path) -> None:
+    found = agent(tmp_path)
+    effect = verifying(found, BASE)
+    found.store.path(effect.weights.digest).unlink()
+    said = await say(found, effect)
+    assert isinstance(said, EngineLeft) and "inc:0" in said.reason
+
+
+async def test_a_load_that_is_cancelled_twice_still_keeps_the_memory_to_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thread cannot be stopped: as long as it may write, nobody else may read, hash or generate."""
+    entered, may_end = threading.Event(), threading.Event()
+
+    def slow(store: ArtifactStore, digest: str, into: Pieces, manifest: Manifest) -> int:
+        entered.set()
+        may_end.wait(10)
+        return 0
+
+    monkeypatch.setattr(agent_module, "load_weights", slow)
+    found = agent(tmp_path)
+    saying = asyncio.create_task(say(found, verifying(found, BASE)))
+    await asyncio.to_thread(entered.wait, 5)
+    for _ in range(3):
+        saying.cancel()
+        await asyncio.sleep(0.01)
+    assert found.memory.locked() and not saying.done()
+    may_end.set()
+    with pytest.raises(asyncio.CancelledError):
+        await saying
+    assert not found.memory.locked()

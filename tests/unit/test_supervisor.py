@@ -1,0 +1,370 @@
+"""The supervisor: what it owes, what it owns, and how everything that it owns ends; and the demo's figures.
+
+Knows: the supervisor's question, processes that only sleep. Must not know: any role's inside.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+
+from consumers.reef_publisher import role as publisher_module
+from consumers.reef_publisher.role import Heartbeats
+from consumers.reef_supervisor import role as role_module
+from consumers.reef_supervisor.demo import _config, _parser
+from consumers.reef_supervisor.harness import Scored, score
+from consumers.reef_supervisor.role import Supervisor, components
+from consumers.reef_supervisor.tally import Tally
+from reef_bus import process
+from reef_bus.config import Config, dump, load
+from reef_bus.core.effects import Append, Debt, Me, Restarts, StartComponent
+from reef_bus.core.reactions import supervisor
+from reef_bus.core.world import World
+from reef_bus.errors import Rejected, Unavailable
+from reef_bus.events import ComponentLost, ComponentStarted, Event, RecoveryHalted
+from reef_bus.journal import MemoryJournal, MemoryStreams
+from reef_bus.producer import Answer
+from reef_bus.runner import Retired
+from tests.facts import E0, E1, SERVING, committed, fenced, halted, opened, released, target, trained
+from tests.spec import MILLI, SECOND, T0, Said, Scribe, Step, after, by, given
+
+RESTARTS = Restarts(max_restarts=3, window_s=300.0, delay_s=1.0)
+
+
+def up(starts: int = 1) -> ComponentStarted:
+    return ComponentStarted(component="c", pid=1, starts=starts)
+
+
+def down(status: int = -9) -> ComponentLost:
+    return ComponentLost(component="c", exit=status)
+
+
+def owed(
+    *history: Step, exits: Mapping[str, int | None] | None = None, later_s: float = 0.0, boot: str = "first"
+) -> list[object]:
+    state = given(opened(), *history)
+    debts = supervisor(
+        state.world, Me("supervisor", boot), ("c",), exits or {}, RESTARTS, state.now + int(later_s * SECOND)
+    )
+    return [debt.effect.event if isinstance(debt.effect, Append) else debt.effect for debt in debts]
+
+
+# -- what is owed
+
+
+def test_nothing_before_the_log_is_open() -> None:
+    assert supervisor(World(), Me("supervisor", "first"), ("c",), {}, RESTARTS, T0) == []
+
+
+def test_a_component_that_never_ran_is_started() -> None:
+    assert owed() == [StartComponent("c", 1)]
+
+
+def test_one_that_runs_owes_nothing() -> None:
+    assert owed(up(), exits={"c": None}) == []
+
+
+def test_an_end_is_a_fact_before_anything_is_started_again() -> None:
+    assert owed(up(), exits={"c": -9}) == [ComponentLost(component="c", exit=-9)]
+
+
+def test_what_ran_under_an_earlier_supervisor_ended_with_it_and_is_started_at_once() -> None:
+    ended = ComponentLost(component="c", exit=0, detail="its supervisor ended")
+    assert owed(up()) == [ended]
+    assert owed(up(), ended) == [StartComponent("c", 2)]
+
+
+@pytest.mark.parametrize(("losses", "delay_s"), [(1, 1.0), (2, 2.0), (3, 4.0)])
+def test_delays_double_and_count_from_the_log(losses: int, delay_s: float) -> None:
+    history = [step for starts in range(1, losses + 1) for step in (up(starts), down())]
+    assert owed(*history, exits={"c": -9}, later_s=delay_s - 0.01) == []
+    assert owed(*history, exits={"c": -9}, later_s=delay_s + 0.001) == [StartComponent("c", losses + 1)]
+
+
+def test_the_fourth_loss_within_the_window_halts_recovery_and_then_nothing_is_owed() -> None:
+    history = [step for starts in range(1, 5) for step in (up(starts), down())]
+    halt = RecoveryHalted(component="c", restarts=3, window_s=300.0)
+    assert owed(*history, exits={"c": -9}, later_s=60) == [halt]
+    assert owed(*history, by("first", halt), exits={"c": -9}, later_s=60) == []
+
+
+def test_the_next_supervisor_tries_again_with_a_fresh_budget_because_a_person_started_it() -> None:
+    history = [step for starts in range(1, 5) for step in (up(starts), down())]
+    gave_up = by("first", RecoveryHalted(component="c", restarts=3, window_s=300.0))
+    assert owed(*history, gave_up, boot="second") == [StartComponent("c", 5)]
+    assert owed(*history, gave_up, up(5), down(), exits={"c": -9}, later_s=1.1, boot="second") == [
+        StartComponent("c", 6)
+    ]
+
+
+def test_losses_before_the_window_are_forgotten() -> None:
+    history = [step for starts in range(1, 4) for step in (up(starts), down())]
+    assert owed(*history, after(301, up(4)), down(), exits={"c": -9}, later_s=1.0) == [StartComponent("c", 5)]
+
+
+def test_an_asked_for_end_costs_nothing() -> None:
+    history = [step for starts in range(1, 8) for step in (up(starts), down(0))]
+    assert owed(*history, exits={"c": 0}) == [StartComponent("c", 8)]
+
+
+def test_keys_stay_while_the_debt_does() -> None:
+    world = given(opened(), up()).world
+    me, ended = Me("supervisor", "first"), {"c": 1}
+    keys = {d.key for now in (T0, T0 + SECOND) for d in supervisor(world, me, ("c",), ended, RESTARTS, now)}
+    assert keys == {"lost/c/1"}
+
+
+# -- what is owned
+
+
+@pytest.fixture
+def owner(tmp_path: Path) -> Iterator[Supervisor]:
+    config = Config(state_dir=str(tmp_path))
+    found = Supervisor(config, tmp_path / "deployment.json", Me("supervisor", "s1"))
+    yield found
+    for child in found.children.values():
+        if child.poll() is None:
+            child.kill()
+        child.wait()
+
+
+def child(code: str) -> subprocess.Popen[bytes]:
+    found = subprocess.Popen(
+        [sys.executable, "-c", f"{code}\nprint(flush=True)\nimport time; time.sleep(60)"], stdout=subprocess.PIPE
+    )
+    with found.stdout or contextlib.nullcontext() as out:
+        assert out and out.readline()
+    return found
+
+
+IGNORE = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)"
+
+
+def test_every_role_is_started_and_the_gateway_last() -> None:
+    assert components(Config()) == {
+        "trainer": "trainer",
+        "engine-0": "engine",
+        "engine-1": "engine",
+        "publisher": "publisher",
+        "gateway": "gateway",
+    }
+    assert list(components(Config()))[-1] == "gateway"
+
+
+async def test_stop_asks_and_then_insists_and_nothing_is_owed_any_more(
+    owner: Supervisor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(role_module, "STOP_S", 0.3)
+    owner.children = {"polite": child(""), "deaf": child(IGNORE)}
+    await owner.stop()
+    assert {name: found.returncode for name, found in owner.children.items()} == {"polite": -15, "deaf": -9}
+    assert owner.pids() == [] and owner.react(given(opened()).world, T0) == ()
+    await owner.stop()  # safe to repeat
+
+
+async def test_a_child_that_cannot_be_started_now_is_tried_again(
+    owner: Supervisor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(subprocess, "Popen", full)
+    async with contextlib.AsyncExitStack() as scope:
+        with pytest.raises(Unavailable, match="cannot start trainer"):
+            await owner.perform(Debt(key="start", effect=StartComponent("trainer", 1)), scope)
+    assert owner.children == {}
+
+
+PARENT = """
+import subprocess, sys, time
+from reef_bus.embedded import die_with_parent
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], preexec_fn=die_with_parent)
+print(child.pid, flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel's signal at a parent's death is Linux")
+def test_children_end_with_a_supervisor_that_is_killed() -> None:
+    parent = subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE)
+    with parent.stdout or contextlib.nullcontext() as out:
+        assert out
+        pid = int(out.readline())
+    parent.kill()
+    parent.wait()
+    deadline = time.monotonic() + 5
+    while _lives(pid) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not _lives(pid)
+
+
+def _lives(pid: int) -> bool:
+    """A process that ended and that nobody has waited for yet does not live."""
+    try:
+        os.kill(pid, 0)
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (ProcessLookupError, FileNotFoundError):
+        return False
+
+
+def test_a_resumed_demo_takes_a_free_port_and_its_own_server(tmp_path: Path) -> None:
+    """What the earlier run had may be somebody else's by now."""
+    (tmp_path / "run").mkdir()
+    kept = load_json(
+        tmp_path, '{"gateway": {"port": 4242}, "nats": {"url": "nats://127.0.0.1:1"}, "scenario": "digit"}'
+    )
+    (tmp_path / "run" / "deployment.json").write_bytes(dump(kept))
+    found = _config(_parser().parse_args(["--resume", str(tmp_path)]), None)
+    assert (found.gateway.port, found.nats.url, found.state_dir) == (0, "", str(tmp_path))
+
+
+def load_json(folder: Path, text: str) -> Config:
+    path = folder / "given.json"
+    path.write_text(text)
+    return load(path)
+
+
+# -- a role as a process
+
+
+async def away(*_: object) -> NoReturn:
+    """A server that does not answer yet, while somebody asks this process to end."""
+    os.kill(os.getpid(), signal.SIGTERM)
+    await asyncio.sleep(60)
+    raise AssertionError
+
+
+def boot(
+    monkeypatch: pytest.MonkeyPatch, folder: Path, connect: Callable[..., Any], build: Callable[..., Any] = away
+) -> int:
+    monkeypatch.setattr(process, "connect", connect)
+    return process.run("c", Config(state_dir=str(folder)), build)
+
+
+def test_a_boot_that_is_asked_to_end_while_it_waits_for_the_server_ends_well(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    began = time.monotonic()
+    assert boot(monkeypatch, tmp_path, away) == process.OK
+    assert time.monotonic() - began < 5
+
+
+class Closing(MemoryJournal):
+    closed = False
+
+    async def close(self) -> None:
+        self.closed = True
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [(Retired("replaced"), process.OVER), (Rejected("no"), process.MISTAKE), (Unavailable("gone"), process.OVER)],
+)
+def test_why_a_boot_ended_is_its_status_and_what_it_opened_is_closed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, error: Exception, status: int
+) -> None:
+    journal: list[Closing] = []
+
+    async def connect(*_: object) -> Closing:
+        journal.append(Closing(MemoryStreams()))
+        return journal[0]
+
+    async def build(*_: object) -> NoReturn:
+        raise error
+
+    assert boot(monkeypatch, tmp_path, connect, build) == status
+    assert journal[0].closed
+    assert boot(monkeypatch, tmp_path, connect, build) == status  # its lock was let go
+
+
+# -- the publisher's ear
+
+
+def test_silence_is_not_counted_while_this_process_was_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After SIGSTOP and SIGCONT, every engine would be excluded for beats that lie unread in the socket."""
+    now = 100.0
+    monkeypatch.setattr(publisher_module.time, "monotonic", lambda: now)
+    ear = Heartbeats(MemoryJournal(MemoryStreams()), lapse_s=5.0)
+    ear.hear({"boot": "e0.1"})
+    assert ear.silent(["e0.1", "e1.1"]) == frozenset()
+    now += 60.0
+    assert ear.silent(["e0.1", "e1.1"]) == frozenset()
+    for _ in range(6):
+        now += 1.0
+        ear.hear({"boot": "e0.1"})
+        found = ear.silent(["e0.1", "e1.1"])
+    assert found == frozenset({"e1.1"})
+
+
+# -- the demo's figures
+
+
+def tally(*history: Step, since: int = 0) -> Tally:
+    found, scribe = Tally(since), Scribe()
+    for step in history:
+        found.see(scribe.write(step))
+    return found
+
+
+def resumed(engine: str, n: int, at: int, during: int) -> Event:
+    """Fenced for publication `during`: release `n` had been resumed at `at`."""
+    event = fenced(engine, during)
+    return type(event)(
+        engine=engine,
+        publication=event.publication,
+        attempt=1,
+        previous=f"inc:{n}",
+        resumed_at=at,
+        served=1,
+        stopped_ms=1.0,
+    )
+
+
+HISTORY = (*SERVING, *trained("c1"), *released(1, "c1", E0, E1), *trained("c2", "c1", 2), target(2, "c2", E0, E1))
+"""The first target is event 13, at T0 + 13 ms; its candidate was selected a millisecond before."""
+TARGET = T0 + 13 * MILLI
+
+
+def test_a_fence_lasts_from_the_target_to_the_last_engine_that_resumed() -> None:
+    found = tally(*HISTORY, resumed("e0", 1, TARGET + 40 * MILLI, 2), resumed("e1", 1, TARGET + 60 * MILLI, 2))
+    assert (found.fence_ms(), found.serving_ms()) == (60.0, 61.0)
+
+
+def test_a_return_after_a_halt_is_no_releases_time() -> None:
+    first = (resumed("e0", 1, TARGET + 40 * MILLI, 2), halted(2))
+    found = tally(*HISTORY, *first, resumed("e0", 1, TARGET + 9000 * MILLI, 3))
+    assert found.fence_ms() == 40.0
+
+
+def test_commits_of_an_earlier_run_are_not_this_runs_releases() -> None:
+    commit = Said(committed(2, "c2", E0, E1))
+    assert tally(*HISTORY, commit, since=T0 + 20 * MILLI).committed == ["inc:2"]
+    assert tally(*HISTORY, commit).committed == ["inc:1", "inc:2"]
+
+
+def test_transfers_and_proofs_are_added_up() -> None:
+    found = tally(*HISTORY)
+    assert (found.verified, found.bytes) == (2, 32)  # two at the start, two of the release, eight bytes each
+
+
+def test_rewards_are_means_per_release_over_enough_answers() -> None:
+    found = Tally(0)
+    for reward in (0.25, 0.75):
+        found.score(Scored(Answer("", "", "inc:1", "e0"), reward))
+    assert (found.reward("inc:1"), found.reward("inc:1", 3), found.reward("inc:2")) == (0.5, None, None)
+    assert "inc:2" not in found.rewards
+
+
+@pytest.mark.parametrize(("text", "reward"), [("7777", 1.0), ("7a7b", 0.5), ("", 0.0), ("1234", 0.0)])
+def test_the_verifier_gives_the_fraction_that_repeats_the_question(text: str, reward: float) -> None:
+    assert score("7", text) == reward

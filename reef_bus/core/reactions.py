@@ -391,9 +391,12 @@ def _abort(world: World, open_: Publication, reason: str, detail: str, guilty: l
 def supervisor(
     world: World, me: Me, names: tuple[str, ...], exits: Mapping[str, int | None], restarts: Restarts, now: int
 ) -> list[Debt]:
-    """What the supervisor of `names` owes. What it gave up itself stays down; what an earlier one gave up is tried
-    again, because a person has started this one. `exits` holds the processes of this supervisor: None while one runs, its
-    exit status afterwards; a component that the log shows running and that is not in it ended with its supervisor."""
+    """What the supervisor of `names` owes.
+
+    `exits` holds the processes of this supervisor: None while one runs, its exit status afterwards; a component that
+    the log shows running and that is not in it ended with its supervisor. What this supervisor gave up stays down; what
+    an earlier one gave up is tried again, because a person has started this one.
+    """
     if not world.incarnation:
         return []
     return [debt for name in names for debt in _component(world, me, name, exits, restarts, now)]

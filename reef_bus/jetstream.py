@@ -11,8 +11,8 @@ import asyncio
 import contextlib
 import datetime
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
-from typing import Any
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
+from typing import Any, TypeVar
 
 import msgspec
 import nats.errors
@@ -37,6 +37,7 @@ from reef_bus.topology import (
 )
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 WRONG_SEQUENCE = (10071, 10164)  # the second: another write for the same expectation is in flight
 PUBLISH_TIMEOUT_S = 2.0
@@ -63,12 +64,14 @@ async def connect(url: str, deployment: str, name: str, *, wait_s: float = 10.0)
         log.debug("nats: %s", errors[-1])
 
     client = Client()
+    journal = JetStreamJournal(client, deployment)
     try:
         async with asyncio.timeout(wait_s):  # the client itself would try for ever, as it must once it is connected
             await client.connect(
                 url,
                 name=name,
                 error_cb=on_error,
+                disconnected_cb=journal.connection_lost,
                 connect_timeout=2,
                 max_reconnect_attempts=-1,
                 reconnect_time_wait=0.1,  # type: ignore[arg-type]  # seconds, of which the client sleeps any number
@@ -78,7 +81,7 @@ async def connect(url: str, deployment: str, name: str, *, wait_s: float = 10.0)
         await client.close()
         why = errors[-1] if errors else str(error) or type(error).__name__
         raise Unavailable(f"no NATS server at {url}: {why}. Is it running? `reef-bus doctor` looks") from error
-    return JetStreamJournal(client, deployment)
+    return journal
 
 
 class JetStreamJournal(Journal):
@@ -88,6 +91,24 @@ class JetStreamJournal(Journal):
         self.deployment = deployment
         self.client = client
         self.js: JetStreamContext = client.jetstream(timeout=PUBLISH_TIMEOUT_S)
+        self._lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    async def connection_lost(self) -> None:
+        """Called when the connection is gone: what is in flight will not be answered on it."""
+        lost, self._lost = self._lost, asyncio.get_running_loop().create_future()
+        lost.set_result(None)
+
+    async def _unless_lost(self, request: Coroutine[Any, Any, T]) -> T:
+        """The answer, or Unavailable as soon as the connection is lost: the client itself would sit out the timeout."""
+        asked = asyncio.ensure_future(request)
+        either: set[asyncio.Future[Any]] = {asked, self._lost}
+        try:
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            if asked.done():
+                return asked.result()
+            raise Unavailable("the connection was lost before an answer came")
+        finally:
+            asked.cancel()
 
     async def append(self, draft: Draft, prev: int) -> Stored:
         where, body = subject(self.deployment, draft.event), payload(draft.event)
@@ -99,7 +120,7 @@ class JetStreamJournal(Journal):
             header["Nats-Expected-Last-Subject-Sequence"] = str(prev)
             header["Nats-Expected-Last-Subject-Sequence-Subject"] = compare_filter(self.deployment, draft.event)
         try:
-            ack = await self.js.publish(where, body, timeout=PUBLISH_TIMEOUT_S, headers=header)
+            ack = await self._unless_lost(self.js.publish(where, body, timeout=PUBLISH_TIMEOUT_S, headers=header))
         except APIError as error:
             raise _append_error(draft, prev, where, error) from error
         except TRANSIENT as error:
@@ -108,7 +129,7 @@ class JetStreamJournal(Journal):
 
     async def head(self, stream: str) -> int:
         try:
-            info = await self.js.stream_info(stream_name(self.deployment, stream))
+            info = await self._unless_lost(self.js.stream_info(stream_name(self.deployment, stream)))
         except NotFoundError as error:
             raise ContractError(f"stream {stream} does not exist: `reef-bus streams apply` creates it") from error
         except (*TRANSIENT, APIError) as error:

@@ -18,7 +18,7 @@ import msgspec
 
 from reef_bus.backends import BOOT_HEADER, Generated, Prompt
 from reef_bus.core.membership import Engine
-from reef_bus.core.serving import live, serving
+from reef_bus.core.serving import present, serving
 from reef_bus.core.world import World
 from reef_bus.errors import Rejected
 
@@ -43,7 +43,7 @@ class Router:
         self.world = world
         self._moved.set()
         self._moved = asyncio.Event()
-        current = {engine.boot for engine in world.membership.engines.values() if live(world, engine)}
+        current = {engine.boot for engine in world.membership.engines.values() if present(world, engine)}
         for boot in [boot for boot in self._gone if boot not in current]:
             self._gone.pop(boot).set_result(None)
 
@@ -63,7 +63,7 @@ class Router:
         """One that failed this request comes last: whoever refuses at once also has the fewest in flight."""
         while True:
             moved = self._moved
-            found = serving(self.world)
+            found = [engine for engine in serving(self.world) if present(self.world, engine)]
             if found:
                 return min(found, key=lambda e: (failures.get(e.boot, 0), self.in_flight.get(e.boot, 0)))
             await moved.wait()

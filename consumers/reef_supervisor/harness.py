@@ -38,9 +38,9 @@ class Harness:
         self._questions = _questions(seed)
         self._tasks: list[asyncio.Task[None]] = []
 
-    def start(self, concurrency: int) -> None:
-        """Keep `concurrency` requests in flight."""
-        self._tasks = [asyncio.create_task(self._work()) for _ in range(concurrency)]
+    def start(self, concurrency: int, pause_s: float = 0.0) -> None:
+        """Keep `concurrency` requests in flight, with a pause after each."""
+        self._tasks = [asyncio.create_task(self._work(pause_s)) for _ in range(concurrency)]
 
     async def stop(self) -> None:
         for task in self._tasks:
@@ -52,9 +52,10 @@ class Harness:
         """What a worker died of, which none should."""
         return next((e for t in self._tasks if t.done() and not t.cancelled() and (e := t.exception())), None)
 
-    async def _work(self) -> None:
+    async def _work(self, pause_s: float) -> None:
         for group, digit in self._questions:
             self.answers.put_nowait(await self.exchange(digit, {"group": group}))
+            await asyncio.sleep(pause_s)
 
     async def exchange(self, digit: str, tags: dict[str, str], *, train: bool = True) -> Scored:
         """Ask once, score, report."""

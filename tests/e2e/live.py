@@ -17,19 +17,20 @@ from consumers.reef_supervisor.deployment import Deployment, deployment
 from consumers.reef_supervisor.harness import Harness, harness
 from reef_bus.artifacts import ArtifactStore
 from reef_bus.audit import read_history
-from reef_bus.config import Config, Publication
+from reef_bus.config import Config, Publication, Training
 from reef_bus.core.effects import Deadlines, Restarts
 from reef_bus.core.invariants import Audit, check
 from reef_bus.core.serving import serving
 from reef_bus.core.world import World
 from reef_bus.events import Recorded
 
-CONCURRENCY = 64
+CONCURRENCY, PAUSE_S = 8, 0.25  # little traffic, so that what is killed comes back at its own speed
 CONFIG = Config(
     deployment="live",
     publication=Publication(
         deadlines=Deadlines(fence_s=8.0, sender_s=15.0, stall_s=4.0, verify_s=8.0, heartbeat_s=5.0)
     ),
+    training=Training(groups=4, group_size=4),  # a release per 16 answers: tested is what happens between releases
     supervision=Restarts(max_restarts=1000, delay_s=0.1),
 )
 
@@ -90,7 +91,7 @@ async def live(
         async with harness(found.running.url, config.model, time.time_ns()) as found.client:
             await found.until("every engine serves", found.all_serve)
             if traffic:
-                found.client.start(CONCURRENCY)
+                found.client.start(CONCURRENCY, PAUSE_S)
             yield found
             if error := found.client.failed():
                 raise error

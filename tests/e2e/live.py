@@ -113,10 +113,13 @@ async def kill_at(found: Live, component: str, event: str) -> int:
 
 
 async def recovered(found: Live, seq: int) -> float:
-    """Wait for a release committed after `seq` with every engine serving it; returns the seconds."""
+    """Wait for a release committed after `seq`, served by every engine, and an answer over HTTP; returns the seconds."""
 
     def holds() -> bool:
         head = found.world.publications.head
         return head is not None and head.seq > seq and found.all_serve()
 
-    return await found.until(f"a release after {seq}, served by every engine", holds)
+    began = time.monotonic()
+    await found.until(f"a release after {seq}, served by every engine", holds)
+    await found.client.exchange("7", {"phase": "probe"}, train=False)
+    return time.monotonic() - began

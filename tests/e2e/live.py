@@ -113,7 +113,7 @@ async def kill_at(found: Live, component: str, event: str) -> int:
 
 
 async def recovered(found: Live, seq: int) -> float:
-    """Wait for a release committed after `seq`, served by every engine, and an answer over HTTP; returns the seconds."""
+    """Wait for a release after `seq` that every engine serves, and for an answer over HTTP; returns the seconds."""
 
     def holds() -> bool:
         head = found.world.publications.head

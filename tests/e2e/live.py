@@ -72,6 +72,11 @@ class Live:
     def all_serve(self) -> bool:
         return len(serving(self.world)) == len(self.running.config.inference.engines)
 
+    def whole(self) -> bool:
+        """Every process runs, and the log says so."""
+        children = self.running.supervisor.children
+        return all(self.world.components[name].running and child.poll() is None for name, child in children.items())
+
     async def audit(self) -> Audit:
         history = await read_history(self.running.journal, ArtifactStore(self.running.config.folder("artifacts")))
         return check(history.log, history.records, history.batches)
@@ -113,13 +118,13 @@ async def kill_at(found: Live, component: str, event: str) -> int:
 
 
 async def recovered(found: Live, seq: int) -> float:
-    """Wait for a release after `seq` that every engine serves, and for an answer over HTTP; returns the seconds."""
+    """Wait until every process is up, every engine serves a release after `seq`, and a request is answered."""
 
     def holds() -> bool:
         head = found.world.publications.head
-        return head is not None and head.seq > seq and found.all_serve()
+        return head is not None and head.seq > seq and found.all_serve() and found.whole()
 
     began = time.monotonic()
-    await found.until(f"a release after {seq}, served by every engine", holds)
+    await found.until(f"a release after {seq}, served by every engine, with every process up", holds)
     await found.client.exchange("7", {"phase": "probe"}, train=False)
     return time.monotonic() - began

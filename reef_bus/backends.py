@@ -101,7 +101,8 @@ class TrainingBackend(ABC):
 
     @abstractmethod
     def load(self, weights: Path, optimizer: Path | None) -> Any:
-        """A state from what `save_*` wrote; `optimizer` None starts a fresh one. Raises ContractError if damaged."""
+        """A state from a stored weights file and what `optimizer` gave; None starts a fresh optimizer. Raises
+        ContractError if either is damaged."""
 
     @abstractmethod
     def train(self, state: Any, batch: Sequence[Sample], seed: int) -> tuple[Any, dict[str, float]]:

@@ -148,10 +148,11 @@ def _run_parser(run: argparse.ArgumentParser) -> None:
     run.description = (
         "One role in the foreground: logs to stderr, ends on SIGTERM. Exit 3: this boot is over, start anew."
     )
-    run.add_argument("role", metavar="ROLE", help="gateway, publisher, trainer, engine, supervisor")
+    run.add_argument("role", metavar="ROLE", help="gateway, publisher, trainer, engine")
     run.add_argument("-c", "--config", metavar="FILE", required=True, help="the deployment; it must name nats.url")
     run.add_argument("--id", default="", help="the component's id (default: the role; an engine must be named)")
     run.add_argument("--set", metavar="KEY=VALUE", action="append", default=[], help="override the configuration")
+    run.add_argument("--json", action="store_true", help="one JSON object per line of its log")
     run.set_defaults(command=_role)
 
 
@@ -178,6 +179,8 @@ def _role(args: argparse.Namespace) -> int:
         raise Rejected(f"{args.config} names no nats.url: one role alone needs a server that runs; --set nats.url=URL")
     if args.role == "engine" and not args.id:
         raise Rejected(f"run engine: which one? --id {' or --id '.join(config.inference.engines)}")
+    if args.json:
+        os.environ["REEF_LOG_FORMAT"] = "json"
     return run_role(args.role, config, args.id or args.role)
 
 

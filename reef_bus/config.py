@@ -16,6 +16,7 @@ from reef_bus.errors import Rejected
 from reef_bus.topology import DUPLICATE_WINDOW_S, check_name
 
 SCHEMA_VERSION = 1
+RESERVED = ("trainer", "publisher", "gateway", "supervisor", "nats")
 
 
 class Part(msgspec.Struct, frozen=True, kw_only=True, rename="kebab", forbid_unknown_fields=True):
@@ -155,6 +156,8 @@ def check(config: Config) -> Config:
     check_name("deployment", config.deployment)
     for engine in config.inference.engines:
         check_name("engine", engine)
+        if engine in RESERVED:
+            raise Rejected(f"inference.engines: {engine!r} is the name of another component; choose another")
     if not config.inference.engines or len(set(config.inference.engines)) != len(config.inference.engines):
         raise Rejected(f"inference.engines is {list(config.inference.engines)}: expected at least one, no name twice")
     if not 0 < config.gateway.timeout_s <= DUPLICATE_WINDOW_S:
@@ -168,6 +171,8 @@ def check(config: Config) -> Config:
             f"publication.transport is {transport!r}; the trainer offers {list(config.training.offers)}, the engines "
             f"accept {list(config.inference.accepts)}"
         )
+    if config.publication.pause != "drain":
+        raise Rejected(f"publication.pause is {config.publication.pause!r}; this version has: drain")
     for kind, backend in (("inference", config.inference.backend), ("training", config.training.backend)):
         if backend != "torch":
             raise Rejected(f"{kind}.backend is {backend!r}; this version has: torch")

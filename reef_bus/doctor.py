@@ -27,9 +27,9 @@ from pathlib import Path
 import msgspec
 
 from reef_bus.config import Config, load
-from reef_bus.embedded import binary
+from reef_bus.embedded import binary, held
 from reef_bus.errors import ReefError, Rejected
-from reef_bus.inspect import STATE, announced, held, reach, runs, target
+from reef_bus.inspect import STATE, announced, reach, runs, target
 
 EXTRAS: Mapping[str, tuple[str, ...]] = {
     "serve": ("aiohttp", "yaml"),

@@ -53,6 +53,18 @@ class Lock:
         self._file.close()
 
 
+def held(path: Path) -> bool:
+    """Whether a process holds that lock file, as the kernel has it; a pid that was left in the file decides nothing."""
+    if not path.exists():
+        return False
+    with path.open("r") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
+
+
 class NatsServer:
     """One server. After `kill` or a crash, `start` again brings it back on the same port with the same store."""
 

@@ -93,7 +93,7 @@ class ComponentLost(ComponentEvent, frozen=True, kw_only=True):
 
 
 class RecoveryHalted(ComponentEvent, frozen=True, kw_only=True):
-    """A component ended too often within the window; it stays down until a person has looked at it."""
+    """A component ended too often within the window; it stays down until a supervisor is started again."""
 
     restarts: int
     window_s: float

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import fcntl
 import os
 import re
 import socket
@@ -23,7 +22,7 @@ import msgspec
 
 from reef_bus.config import Config, Nats, check, load
 from reef_bus.core.world import World, fold
-from reef_bus.embedded import NatsServer
+from reef_bus.embedded import NatsServer, held
 from reef_bus.errors import ContractError, Rejected, Unavailable
 from reef_bus.events import Recorded
 from reef_bus.jetstream import JetStreamJournal, connect
@@ -145,24 +144,12 @@ def _why(error: OSError) -> str:
     return os.strerror(number) if number > 0 else error.strerror or str(error) or "no answer"
 
 
-def held(path: Path) -> bool:
-    """Whether a process holds that lock file, as the kernel has it; a pid that was left in the file decides nothing."""
-    if not path.exists():
-        return False
-    with path.open("r") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-    return False
-
-
 def runs(config: Config) -> bool | None:
     """Whether a supervisor holds the state folder; None when there is no such folder on this machine."""
     folder = Path(config.state_dir)
     if not config.state_dir or not folder.is_dir():
         return None
-    return held(folder / "lock") or held(folder / "locks" / "supervisor.lock")
+    return held(folder / "lock")
 
 
 # -- its streams

@@ -160,7 +160,9 @@ class JetStreamJournal(Journal):
             await asyncio.sleep(0.1)
 
     async def _deliver(self, stream: str, after: int) -> AsyncGenerator[list[Recorded]]:
-        """One subscription's events, until it is silent although there are more, or has a gap."""
+        """One subscription's events, until the connection is lost, it has a gap, or it is silent elsewhere than at the
+        head."""
+        lost = self._lost
         queue: asyncio.Queue[Msg] = asyncio.Queue()
         config = api.ConsumerConfig(
             deliver_policy=api.DeliverPolicy.BY_START_SEQUENCE, opt_start_seq=after + 1, inactive_threshold=30.0
@@ -177,9 +179,9 @@ class JetStreamJournal(Journal):
         try:
             while True:
                 messages = await _drain(queue)
+                if lost.done() or (not messages and await self.head(stream) != after):
+                    return  # what is there may be another log, or a shorter one: look before going on
                 if not messages:
-                    if await self.head(stream) > after:
-                        return
                     continue
                 batch, stop = _contiguous(messages, after)
                 if batch:
@@ -318,6 +320,10 @@ def _comparable(config: api.StreamConfig) -> dict[str, Any]:
         "discard": str(getattr(config.discard, "value", config.discard)),
         "deny_delete": bool(config.deny_delete),
         "deny_purge": bool(config.deny_purge),
+        "retention": str(getattr(config.retention, "value", config.retention)),
+        "duplicate_window_s": int(config.duplicate_window or 0),
+        "max_msg_size": config.max_msg_size,
+        "max_msgs_per_subject": max(config.max_msgs_per_subject or -1, -1),
         "max_age_s": int(config.max_age or 0),
         "max_msgs": max(config.max_msgs or -1, -1) if config.max_msgs not in (0, None) else -1,
         "max_bytes": max(config.max_bytes or -1, -1) if config.max_bytes not in (0, None) else -1,

@@ -16,6 +16,8 @@ import sys
 from collections.abc import Awaitable, Callable
 from importlib import metadata
 
+import msgspec
+
 from reef_bus.config import Config
 from reef_bus.core.effects import Me
 from reef_bus.embedded import Lock
@@ -48,11 +50,7 @@ def run_role(role: str, config: Config, id_: str) -> int:
 
 def run(id_: str, config: Config, build: Build) -> int:
     """Run what `build` makes as one boot of component `id_`."""
-    logging.basicConfig(
-        level=os.environ.get("REEF_LOG_LEVEL", "INFO"),
-        format=f"%(asctime)s {id_} %(levelname)s %(message)s",
-        stream=sys.stderr,
-    )
+    _log_to_stderr(id_)
     lock = Lock(config.folder("locks") / f"{id_}.lock", f"component {id_} of {config.state_dir}")
     me = Me(id_, lock.token)
     try:
@@ -65,6 +63,22 @@ def run(id_: str, config: Config, build: Build) -> int:
         return MISTAKE if isinstance(error, Rejected) else OVER
     finally:
         lock.release()
+
+
+def _log_to_stderr(id_: str) -> None:
+    handler = logging.StreamHandler(sys.stderr)
+    line = f"%(asctime)s {id_} %(levelname)s %(message)s"
+    handler.setFormatter(JsonLines() if os.environ.get("REEF_LOG_FORMAT") == "json" else logging.Formatter(line))
+    logging.basicConfig(level=os.environ.get("REEF_LOG_LEVEL", "INFO"), handlers=[handler])
+
+
+class JsonLines(logging.Formatter):
+    """One JSON object per record; a traceback is part of the message."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        text = super().format(record)
+        said = {"time": record.created, "level": record.levelname, "logger": record.name, "message": text}
+        return msgspec.json.encode(said).decode()
 
 
 async def _run(config: Config, me: Me, build: Build) -> int:

@@ -188,6 +188,7 @@ class Runner:
                 await asyncio.sleep(RETRY_S)
 
     async def _drop(self, keys: list[str]) -> None:
+        keys = [key for key in keys if key in self._effects]
         tasks = [self._effects.pop(key) for key in keys]
         scopes = [self._scopes.pop(key) for key in keys]
         for task in tasks:
@@ -230,6 +231,8 @@ class Runner:
         """Whether the fact counts. An acknowledgement is not yet that, and its absence is not a no."""
         if debt.at_head:
             await self.reached(await self._head())
+            if self.halted:
+                return False
             current = next((owed for owed in self._owed() if owed.key == debt.key), None)
             if current is None:
                 return False

@@ -10,6 +10,9 @@ import msgspec
 from reef_bus.backends import Sample
 from reef_bus.errors import ContractError
 
+MAX_SCORE = 1e6
+"""The largest score, positive or negative: what one client reports must not spoil the batch that it falls into."""
+
 
 class TokenRow(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One answer, token by token: ids, the logprob of each sampled id, and the load id that produced each."""

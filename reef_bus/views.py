@@ -9,7 +9,7 @@ from typing import Any
 
 from reef_bus.core.effects import Policy
 from reef_bus.core.publication import Publication
-from reef_bus.core.serving import fenced, live, may_generate
+from reef_bus.core.serving import fenced, live, may_generate, present
 from reef_bus.core.world import World
 from reef_bus.events import Event
 
@@ -51,12 +51,14 @@ def _engine(world: World, name: str) -> dict[str, Any]:
 
 
 def engine_state(world: World, name: str) -> str:
-    """One word: serving, fenced, catching-up, excluded or left."""
+    """One word: serving, fenced, catching-up, down, excluded or left."""
     engine = world.membership.engines[name]
     if engine.left:
         return "left"
     if not live(world, engine):
         return "excluded"
+    if not present(world, engine):
+        return "down"
     if fenced(world, name, engine.boot):
         return "fenced"
     return "serving" if may_generate(world, name, engine.boot) else "catching-up"
@@ -91,7 +93,7 @@ def waiting(world: World, now: int, policy: Policy) -> dict[str, Any]:
         return _wait("the trainer", world.time, now, "it registers the base model as release 0")
     if open_:
         return _waiting_for_publication(world, open_, now, policy)
-    if not any(live(world, engine) for engine in world.membership.engines.values()):
+    if not any(present(world, engine) for engine in world.membership.engines.values()):
         return _wait("an engine", world.time, now, "it joins, loads and proves the head")
     behind = [n for n in sorted(world.membership.engines) if engine_state(world, n) == "catching-up"]
     if behind:

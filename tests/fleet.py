@@ -17,7 +17,16 @@ from reef_bus.core.effects import Debt, Effect, Me, Policy
 from reef_bus.core.serving import may_generate
 from reef_bus.core.world import World, fold
 from reef_bus.envelope import identify, payload
-from reef_bus.events import Draft, Event, Member, Recorded, ReleaseCommitted, TargetPersisted, TransferAborted
+from reef_bus.events import (
+    ComponentLost,
+    Draft,
+    Event,
+    Member,
+    Recorded,
+    ReleaseCommitted,
+    TargetPersisted,
+    TransferAborted,
+)
 from tests import facts
 from tests.spec import MILLI, SECOND, Scribe
 
@@ -80,6 +89,11 @@ class Fleet:
     def crash(self, actor: Actor) -> None:
         actor.reboot()
         self.catch_up(actor)
+
+    def lose(self, actor: Actor) -> None:
+        """A supervisor records that the actor's process ended; whether it really did is another matter."""
+        event = ComponentLost(component=actor.name, exit=-9)
+        self._store(Draft(event=event, writer="s", boot="s"), self.scribe.tails.get(event.chain, 0))
 
     def wait(self, seconds: float) -> None:
         self.scribe.now += int(seconds * SECOND)

@@ -62,6 +62,7 @@ class Agent(Role):
         self.memory = asyncio.Lock()
         self.world = World()
         self.open = asyncio.Event()
+        self.proven = ""  # the digest that this memory was last found to have; empty while it is being written
         self.resumed_at = 0
         self.served = 0
 
@@ -69,7 +70,16 @@ class Agent(Role):
 
     def folded(self, world: World, batch: Sequence[Recorded]) -> None:
         self.world = world
-        if not may_generate(world, self.me.id, self.me.boot):
+        self._gate()
+
+    def may_generate(self) -> bool:
+        """The serving rule in whole: what the fold says, and that nothing was written to the weights since."""
+        head = self.world.publications.head
+        rule = may_generate(self.world, self.me.id, self.me.boot)
+        return rule and head is not None and self.proven == head.manifest
+
+    def _gate(self) -> None:
+        if not self.may_generate():
             self.open.clear()
         elif not self.open.is_set():
             self.resumed_at, self.served = time.time_ns(), 0
@@ -81,7 +91,7 @@ class Agent(Role):
     def serving(self) -> str:
         """The load id that this boot may generate with now, or an empty string."""
         head = self.world.publications.head
-        return head.load_id if head and may_generate(self.world, self.me.id, self.me.boot) else ""
+        return head.load_id if head and self.may_generate() else ""
 
     # -- effects
 
@@ -124,9 +134,10 @@ class Agent(Role):
         async with self.memory:
             try:
                 target = Manifest.decode(await blocking(self.store.get, effect.manifest))
+                self._writing()
                 moved = await self._move(effect, target)
                 self.fault.strike(self.backend, effect.load_id)
-                found: Manifest = await blocking(describe, self.backend.live())
+                found = await self._hash()
             except (TransferError, ContractError) as error:
                 cause = error.cause if isinstance(error, TransferError) else "artifact"
                 return self._failed(effect, cause, str(error))
@@ -150,19 +161,31 @@ class Agent(Role):
         """From memory if that hashes to the head, else by loading its artifact and hashing again."""
         began, method, moved = time.monotonic(), "memory", 0
         async with self.memory:
-            found: Manifest = await blocking(describe, self.backend.live())
+            found = await self._hash()
             if found.digest != effect.manifest:
                 method = "artifact"
+                self._writing()
                 try:
                     target = Manifest.decode(await blocking(self.store.get, effect.manifest))
                     moved = await blocking(load_weights, self.store, effect.weights.digest, self.backend.live(), target)
                 except (TransferError, ContractError) as error:
                     return EngineLeft(engine=self.me.id, reason=f"cannot load the head {effect.load_id}: {error}")
-                found = await blocking(describe, self.backend.live())
+                found = await self._hash()
                 if found.digest != effect.manifest:
                     why = f"the head {effect.load_id} was loaded, but {differences(target, found)[0]}"
                     return EngineLeft(engine=self.me.id, reason=why)
         return self._verified(effect.load_id, found, method, moved, began)
+
+    def _writing(self) -> None:
+        self.proven = ""
+        self._gate()
+
+    async def _hash(self) -> Manifest:
+        """What the forward pass reads, as it is now."""
+        found = await blocking(describe, self.backend.live())
+        self.proven = found.digest
+        self._gate()
+        return found
 
     def _verified(
         self,

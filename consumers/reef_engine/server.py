@@ -14,7 +14,6 @@ from aiohttp import web
 
 from consumers.reef_engine.agent import Agent
 from reef_bus.backends import BOOT_HEADER, Completion, Generated, Prompt
-from reef_bus.core.serving import may_generate
 from reef_bus.errors import Rejected
 from reef_bus.runner import blocking
 
@@ -92,7 +91,7 @@ class Server:
         """Raises Rejected when the engine refuses one of the prompts; then none was answered."""
         agent, world = self.agent, self.agent.world
         head = world.publications.head
-        assert head is not None and may_generate(world, agent.me.id, agent.me.boot)
+        assert head is not None and agent.may_generate()
         load_id, as_of = head.load_id, world.seq
         completions: list[Completion] = await blocking(agent.backend.generate, [w.prompt for w in batch])
         agent.served += len(batch)

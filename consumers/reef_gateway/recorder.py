@@ -26,7 +26,7 @@ RETRY_S = 0.2
 
 
 class Recorder:
-    """One gateway's writer and index. The index holds 32 bytes or so per record and is rebuilt from the stream."""
+    """One gateway's writer and index. The index holds about 200 bytes per answer and is rebuilt from the stream."""
 
     def __init__(self, journal: Journal, store: ArtifactStore, writer: str, boot: str) -> None:
         self.journal = journal
@@ -86,6 +86,8 @@ class Recorder:
         metadata: dict[str, object],
     ) -> tuple[str, bool]:
         """Record a report; returns its id and whether it had been there. The same id with other content is refused."""
+        if self._following and self._following.done():
+            raise Unavailable("no report can be judged: this gateway halted on RECORDS, and its own log says where")
         await self._replay()
         await self._check_references(scenario, references)
         id_ = report or derived("rep", scenario, *references)

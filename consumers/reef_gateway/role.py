@@ -28,7 +28,6 @@ from reef_bus.artifacts import ArtifactStore
 from reef_bus.backends import Generated
 from reef_bus.config import Config
 from reef_bus.core.effects import Debt, Me
-from reef_bus.core.serving import serving
 from reef_bus.core.world import World
 from reef_bus.errors import ReefError, Rejected, Unavailable
 from reef_bus.events import Event, InferenceRecorded, Recorded
@@ -36,7 +35,7 @@ from reef_bus.http import listen
 from reef_bus.journal import Journal
 from reef_bus.producer import ENGINE, LOAD_ID, RECEIPT, SCENARIO, TAG
 from reef_bus.runner import Role
-from reef_bus.samples import TokenRow
+from reef_bus.samples import MAX_SCORE, TokenRow
 from reef_bus.tokens import decode
 
 log = logging.getLogger(__name__)
@@ -157,7 +156,7 @@ class Gateway(Role):
         return web.json_response({"ok": True, "boot": self.me.boot})
 
     async def readyz(self, request: web.Request) -> web.Response:
-        engines = [engine.id for engine in serving(self.router.world)]
+        engines = [engine.id for engine in self.router.able()]
         return web.json_response({"ready": bool(engines), "engines": engines}, status=200 if engines else 503)
 
     @contextlib.asynccontextmanager
@@ -190,8 +189,8 @@ def _report(body: bytes) -> ReportRequest:
         raise Rejected(f"metadata is nested more than {MAX_DEPTH} deep")
     if not report.references or len(set(report.references)) != len(report.references):
         raise Rejected("references must name at least one receipt, and none twice")
-    if not math.isfinite(report.score):
-        raise Rejected(f"score is {report.score}; expected a finite number")
+    if not math.isfinite(report.score) or abs(report.score) > MAX_SCORE:
+        raise Rejected(f"score is {report.score}; expected a finite number between -{MAX_SCORE:g} and {MAX_SCORE:g}")
     if report.agent_record_id is not None and not REPORT_ID.fullmatch(report.agent_record_id):
         raise Rejected("agent_record_id must be 1 to 128 visible ASCII characters: it becomes a header on the log")
     return report

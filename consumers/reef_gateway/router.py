@@ -59,11 +59,15 @@ class Router:
             await asyncio.sleep(pause)
             pause = min(2 * pause, 1.0)
 
+    def able(self) -> list[Engine]:
+        """The engines that may generate and whose process has not ended, as far as this fold shows."""
+        return [engine for engine in serving(self.world) if present(self.world, engine)]
+
     async def _engine(self, failures: Mapping[str, int]) -> Engine:
         """One that failed this request comes last: whoever refuses at once also has the fewest in flight."""
         while True:
             moved = self._moved
-            found = [engine for engine in serving(self.world) if present(self.world, engine)]
+            found = self.able()
             if found:
                 return min(found, key=lambda e: (failures.get(e.boot, 0), self.in_flight.get(e.boot, 0)))
             await moved.wait()

@@ -22,6 +22,7 @@ from typing import Any
 import msgspec
 import psutil
 
+from consumers.reef_supervisor.commands import RELEASES, TARGET
 from consumers.reef_supervisor.deployment import CONFIG_FILE, Deployment, deployment
 from consumers.reef_supervisor.harness import GROUP_SIZE, Harness, Scored, harness
 from consumers.reef_supervisor.role import components
@@ -39,7 +40,6 @@ from reef_bus.events import CATALOGUE, Recorded
 from reef_bus.process import FAULT
 
 CONCURRENCY = 64
-TARGET, RELEASES = 0.9, 12
 MARGIN = 0.03  # training stops when a release's mean is this far above the target, so that fresh answers are too
 MEASURED = 128  # answers that a release's mean is taken over, before it is believed
 FINAL, FINAL_EACH, FINAL_MOST = 96, 16, 512
@@ -284,27 +284,23 @@ def _print(summary: dict[str, Any], args: argparse.Namespace, config: Config, do
         print(f"  killed {kill['component']:19} at {kill['event']} (event {kill['seq']})")
     for violation in summary["violations"]:
         print(f"  VIOLATION {violation}")
-    print(
-        f"\n{'done' if done else 'FAILED'}: every release was proven in every engine's memory before it served.\n"
-        if done
-        else "\nFAILED\n"
-    )
+    words = "done: every release was proven in the memory of every engine that it was published to, before it served"
+    print(f"\n{words if done else 'FAILED'}\n")
     kept = args.keep or args.resume
-    where = config.state_dir if kept else "reef-demo"
+    where, me = config.state_dir if kept else "reef-demo", sys.argv[0]
     if not kept:
-        print("  reef-bus demo --keep reef-demo           keep the log and the weights; then:")
-    print(f"  reef-bus log --tail 20 --state {where}    what was said, event by event")
-    print(f"  reef-bus audit --state {where}            every invariant, from the log alone")
+        print(f"  {me} demo --keep reef-demo          keep the log and the weights; then:")
+    print(f"  {me} log --tail 20 --state {where}  what was said, event by event")
+    print(f"  {me} audit --state {where}          every invariant, from the log alone")
     if kept:
-        print(f"  reef-bus demo --resume {where}            go on from here")
+        print(f"  {me} demo --resume {where}          go on from here")
 
 
 # -- command line
 
 
-def main(argv: Sequence[str]) -> int:
-    """Run the demo; returns its exit status."""
-    args = _parser().parse_args(argv)
+def run(args: argparse.Namespace) -> int:
+    """Run the demo as its arguments say; returns its exit status."""
     _check(args)
     temporary = None if args.keep or args.resume else tempfile.mkdtemp(prefix="reef-demo-")
     try:
@@ -322,37 +318,6 @@ async def _until_asked(demo: Coroutine[Any, Any, int]) -> int:
     task = asyncio.ensure_future(demo)
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
     return await task
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="reef-bus demo", description="A policy that learns while it serves, every version through the log."
-    )
-    parser.add_argument(
-        "--releases",
-        type=int,
-        metavar="N",
-        help=f"stop after N releases, whatever the reward ({RELEASES} and the target)",
-    )
-    parser.add_argument(
-        "--target", type=float, metavar="R", help=f"mean reward to reach (default {TARGET}, unless --releases is given)"
-    )
-    parser.add_argument("--keep", metavar="DIR", help="keep the state folder there; it must not hold a deployment yet")
-    parser.add_argument("--resume", metavar="DIR", help="go on from a kept state folder")
-    parser.add_argument(
-        "--kill",
-        metavar="ROLE@EVENT",
-        action="append",
-        default=[],
-        help="SIGKILL a role when the event appears; repeatable",
-    )
-    parser.add_argument(
-        "--flip", metavar="ENGINE@N", help="flip one bit of that engine's weights after it received release N"
-    )
-    parser.add_argument("--timeout", type=float, default=240.0, metavar="S", help="give up after S seconds (240)")
-    parser.add_argument("--seed", type=int, default=0, help="of the base model and of the order of batches (0)")
-    parser.add_argument("--json", action="store_true", help="print one JSON object on the last line of stdout")
-    return parser
 
 
 def _check(args: argparse.Namespace) -> None:
@@ -397,7 +362,3 @@ def _config(args: argparse.Namespace, temporary: str | None) -> Config:
         ),
         supervision=Restarts(max_restarts=max(3, len(args.kill)), window_s=300.0, delay_s=0.2),
     )
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

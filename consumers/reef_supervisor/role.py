@@ -16,12 +16,11 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from reef_bus import process
-from reef_bus.config import Config, dump
-from reef_bus.core import reactions
+from reef_bus.config import Config
+from reef_bus.core import supervision
 from reef_bus.core.effects import Debt, Me, StartComponent
 from reef_bus.core.world import World
-from reef_bus.embedded import NatsServer, die_with_parent
+from reef_bus.embedded import NatsServer, die_with_parent, held
 from reef_bus.errors import Unavailable
 from reef_bus.events import ComponentStarted, Event
 from reef_bus.jetstream import JetStreamJournal
@@ -63,7 +62,10 @@ class Supervisor(Role):
         if self.stopping:
             return ()
         exits = {name: child.poll() for name, child in self.children.items()}
-        return reactions.supervisor(world, self.me, tuple(self.roles), exits, self.config.supervision, now)
+        for name in self.roles.keys() - exits.keys():
+            if held(Path(self.config.state_dir, "locks", f"{name}.lock")):
+                exits[name] = None  # it runs, though not as a child of ours: neither lost nor to be started
+        return supervision.supervisor(world, self.me, tuple(self.roles), exits, self.config.supervision, now)
 
     async def perform(self, debt: Debt, scope: contextlib.AsyncExitStack) -> Event | None:
         match debt.effect:
@@ -127,17 +129,3 @@ async def prepare(config: Config, journal: JetStreamJournal) -> None:
     """Create missing streams and open the log. Raises Rejected when a stream exists and differs."""
     await journal.apply(config.nats.replicas)
     await open_log(journal, os.urandom(8).hex(), "supervisor")
-
-
-def run(config: Config, id_: str) -> int:
-    """Run a supervisor over a configuration whose `nats.url` names a running server; returns its exit status."""
-    path = config.folder("run") / "deployment.json"
-
-    async def build(config: Config, journal: JetStreamJournal, me: Me, stack: contextlib.AsyncExitStack) -> Role:
-        path.write_bytes(dump(config))
-        await prepare(config, journal)
-        role = Supervisor(config, path, me)
-        stack.push_async_callback(role.stop)
-        return role
-
-    return process.run(id_, config, build)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import signal
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -23,14 +22,8 @@ from reef_bus.events import Recorded
 from reef_bus.views import sentence
 
 
-def main(argv: Sequence[str]) -> int:
+def run(args: argparse.Namespace) -> int:
     """Run a deployment until it is asked to end; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="reef-bus up", description="Run a deployment until Ctrl-C.")
-    parser.add_argument("-c", "--config", metavar="FILE", help="YAML or JSON; without it, the defaults")
-    parser.add_argument("--set", metavar="KEY=VALUE", action="append", default=[], help="override a key, dotted")
-    parser.add_argument("--example", action="store_true", help="print a configuration with every default, and end")
-    parser.add_argument("--json", action="store_true", help="one JSON object per event instead of a line")
-    args = parser.parse_args(argv)
     if args.example:
         print(dump(Config()).decode(), end="")
         return 0
@@ -61,7 +54,3 @@ def _show(world: World, batch: Sequence[Recorded]) -> None:
 def _show_json(world: World, batch: Sequence[Recorded]) -> None:
     for recorded in batch:
         print(msgspec.json.encode(to_json(recorded)).decode(), flush=True)
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -31,7 +31,7 @@ from reef_bus.core.effects import (
 from reef_bus.core.ids import BASE, derived
 from reef_bus.core.training import Candidate
 from reef_bus.core.world import World
-from reef_bus.errors import ContractError, ReefError, TransferError
+from reef_bus.errors import ContractError, TransferError
 from reef_bus.events import (
     Blob,
     CandidateEvaluated,
@@ -70,7 +70,9 @@ class Trainer(Role):
         self.backend = backend
         self.store = store
         self.book = book
-        self.transports: dict[str, Transport] = transports(store, config.training.host)
+        self.transports: dict[str, Transport] = transports(
+            store, config.training.host, config.publication.deadlines.stall_s
+        )
         self.evaluator: Evaluator = TrainingMetrics()
         self.selector: Selector = SelectFinite()
         self._states: dict[str, Any] = {}
@@ -223,7 +225,7 @@ class Trainer(Role):
                 manifest, self.backend.weights(state), publication=target.id, attempt=target.attempt
             )
             scope.push_async_callback(offer.close)
-        except ReefError as error:
+        except (TransferError, ContractError) as error:
             return SenderFailed(
                 scenario=self.config.scenario,
                 publication=target.id,

@@ -22,9 +22,9 @@ from torch import Tensor
 from reef_bus.backends import Pieces, Sample, TrainingBackend
 from reef_bus.errors import ContractError
 from reef_bus.policy import Policy, PolicyConfig, fill, new_policy, pieces
+from reef_bus.samples import MAX_SCORE
 
 ADAM_EPS = 1e-8
-MAX_REWARD = 1e100  # beyond 1e154 its square is no float any more, and any client may report any finite score
 STD_EPS = 1e-4  # a group of equal rewards has advantage zero instead of 0/0
 
 Tensors = Mapping[str, Tensor]
@@ -163,8 +163,10 @@ def _check(sample: Sample, config: PolicyConfig) -> None:
         raise ContractError(f"record {sample.record}: found {found}; expected one each")
     if not all(math.isfinite(value) for value in (sample.reward, *sample.logprobs)):
         raise ContractError(f"record {sample.record}: its reward or a logprob is not finite")
-    if abs(sample.reward) > MAX_REWARD:
-        raise ContractError(f"record {sample.record}: found a reward of {sample.reward}; expected {MAX_REWARD} at most")
+    if abs(sample.reward) > MAX_SCORE:
+        raise ContractError(
+            f"record {sample.record}: found a reward of {sample.reward}; expected {MAX_SCORE:g} at most"
+        )
 
 
 def _minibatches(packed: Packed, count: int, seed: int) -> Iterator[Packed]:

@@ -6,8 +6,6 @@ A debt's key is the sequence that made it owed (and the attempt): asked again, t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import msgspec
 
 from reef_bus.core.effects import (
@@ -25,9 +23,7 @@ from reef_bus.core.effects import (
     Policy,
     Receive,
     Register,
-    Restarts,
     Retire,
-    StartComponent,
     Train,
     VerifyHead,
 )
@@ -36,16 +32,15 @@ from reef_bus.core.membership import Engine, Report, current
 from reef_bus.core.publication import MAX_ATTEMPTS, Publication
 from reef_bus.core.serving import fenced, live, owes_head, present
 from reef_bus.core.training import Candidate, Job, Sender
-from reef_bus.core.world import Component, World, agrees, can_still_reach, reaches_head
+from reef_bus.core.world import World, agrees, can_still_reach, reaches_head
 from reef_bus.events import (
-    ComponentLost,
     EngineExcluded,
+    Event,
     Evidence,
     JobStarted,
     Member,
     PublicationHalted,
     PublicationRefused,
-    RecoveryHalted,
     ReleaseCommitted,
     TargetPersisted,
     TrainerRestored,
@@ -53,7 +48,6 @@ from reef_bus.events import (
 )
 
 SECOND = 1_000_000_000
-MAX_DOUBLINGS = 2  # of a restart's delay: 1, 2, 4 s, and 4 s from there on where more restarts are allowed
 
 
 # -- trainer
@@ -200,9 +194,9 @@ def publisher(world: World, policy: Policy, now: int, silent: frozenset[str] = f
     """What publishers owe; they decide alike. `now` in ns since the epoch; `silent` boots whose heartbeats lapsed."""
     if world.publications.head is None:
         return []
-    excluded = [_exclude(world, e) for e in _members(world) if e.boot in silent]
     open_ = world.publications.open
-    return excluded + (_drive(world, open_, policy, now) if open_ else _next_target(world, policy))
+    outcasts = _outcasts(world, open_, silent)
+    return outcasts + (_drive(world, open_, policy.deadlines, now) if open_ else _next_target(world, policy))
 
 
 def _members(world: World) -> list[Engine]:
@@ -211,11 +205,21 @@ def _members(world: World) -> list[Engine]:
     return [engines[name] for name in sorted(engines) if present(world, engines[name])]
 
 
-def _exclude(world: World, found: Engine) -> Debt:
-    event = EngineExcluded(
-        scenario=world.training.scenario, engine=found.id, boot=found.boot, reason="its heartbeats stopped"
-    )
-    return Debt(key=f"exclude/{found.joined}", effect=Append(event), cause=found.joined, at_head=True)
+def _outcasts(world: World, open_: Publication | None, silent: frozenset[str]) -> list[Debt]:
+    """Live boots that nobody can count on: silent ones, and those whose process ended while no attempt was theirs. Who
+    is out of membership is out altogether: no boot serves on what an attempt had once proven."""
+    members = open_.members if open_ else ()
+    debts = []
+    for engine in world.membership.engines.values():
+        gone = not present(world, engine) and Member(engine.id, engine.boot) not in members
+        if live(world, engine) and (gone or engine.boot in silent):
+            debts.append(_exclude(world, engine, "its process ended" if gone else "its heartbeats stopped", not gone))
+    return debts
+
+
+def _exclude(world: World, found: Engine, reason: str, at_head: bool) -> Debt:
+    event = EngineExcluded(scenario=world.training.scenario, engine=found.id, boot=found.boot, reason=reason)
+    return Debt(key=f"exclude/{found.joined}", effect=Append(event), cause=found.joined, at_head=at_head)
 
 
 def _next_target(world: World, policy: Policy) -> list[Debt]:
@@ -266,13 +270,13 @@ def _target(world: World, candidate: Candidate, members: list[Engine], policy: P
     return Debt(key=f"target/{since}", effect=Append(event), cause=since, correlation=publication)
 
 
-def _drive(world: World, open_: Publication, policy: Policy, now: int) -> list[Debt]:
+def _drive(world: World, open_: Publication, deadlines: Deadlines, now: int) -> list[Debt]:
     reports = {m: world.membership.report(m.boot, open_.id, open_.attempt) for m in open_.members}
     verified = [m for m, report in reports.items() if report and agrees(report, open_)]
     if len(verified) == len(open_.members):
         return [_commit(world, open_)]
-    verdict = _verdict(world, open_, verified, policy.deadlines, now)
-    return [_abort(world, open_, *verdict)] if verdict else []
+    verdict = _verdict(world, open_, verified, deadlines, now)
+    return _abort(world, open_, deadlines, now, *verdict) if verdict else []
 
 
 def _commit(world: World, open_: Publication) -> Debt:
@@ -305,12 +309,10 @@ def _verdict(
     """Why the attempt cannot succeed any more, and by whose fault; None while it still can."""
     members = open_.members
     lost = [m for m in members if m not in verified and not _alive(world, m)]
-    late = now > open_.attempt_time + deadlines.fence_s * SECOND
-    others = bool(_members(world))
-    if lost and (others or late):  # with nobody left, a new boot may still come in time
-        return "member_lost", f"{_names(lost)} replaced, excluded or gone", lost, not others
+    if lost:
+        return "member_lost", f"{_names(lost)} replaced, excluded or gone", lost, False
     unfenced = [m for m in members if world.membership.fence(m.boot, open_.id, open_.attempt) is None]
-    if unfenced and late:
+    if unfenced and now > open_.attempt_time + deadlines.fence_s * SECOND:
         return "fence_deadline", f"{_names(unfenced)} did not stop within {deadlines.fence_s:g} s", unfenced, True
     sender = _word(world, open_)
     if sender is not None and sender.failure:
@@ -358,67 +360,47 @@ def _names(members: list[Member]) -> str:
     return ", ".join(f"{m.engine} ({m.boot})" for m in members)
 
 
-def _abort(world: World, open_: Publication, reason: str, detail: str, guilty: list[Member], at_head: bool) -> Debt:
-    next_members = tuple(m for m in (Member(e.id, e.boot) for e in _members(world)) if m not in guilty)
-    key = f"abort/{open_.attempt_seq}"
-    if open_.attempt >= MAX_ATTEMPTS or not next_members:
-        why = reason if next_members else f"{reason}, and no engine is left"
-        halted = PublicationHalted(
-            scenario=open_.scenario,
-            publication=open_.id,
-            attempt=open_.attempt,
-            reason=why,
-            excluded=tuple(guilty),
-            detail=detail,
-        )
-        return Debt(key=key, effect=Append(halted), cause=open_.attempt_seq, correlation=open_.id, at_head=at_head)
-    aborted = TransferAborted(
+def _abort(
+    world: World,
+    open_: Publication,
+    deadlines: Deadlines,
+    now: int,
+    reason: str,
+    detail: str,
+    guilty: list[Member],
+    at_head: bool,
+) -> list[Debt]:
+    """End the attempt: another one, or a halt. With nobody left, a new boot is waited for as long as for a fence."""
+    able = tuple(m for m in (Member(e.id, e.boot) for e in _members(world)) if m not in guilty)
+    again = open_.attempt < MAX_ATTEMPTS
+    if again and not able and now <= _since_anybody(world, open_) + deadlines.fence_s * SECOND:
+        return []
+    excluded = tuple(guilty) + tuple(m for m in open_.members if m not in able and m not in guilty)
+    event: Event = TransferAborted(
         scenario=open_.scenario,
         publication=open_.id,
         attempt=open_.attempt,
         reason=reason,
-        excluded=tuple(guilty),
+        excluded=excluded,
         next_attempt=open_.attempt + 1,
-        members=next_members,
+        members=able,
         detail=detail,
     )
-    return Debt(key=key, effect=Append(aborted), cause=open_.attempt_seq, correlation=open_.id, at_head=at_head)
+    if not again or not able:
+        event = PublicationHalted(
+            scenario=open_.scenario,
+            publication=open_.id,
+            attempt=open_.attempt,
+            reason=reason if able else f"{reason}, and no engine is left",
+            excluded=excluded,
+            detail=detail,
+        )
+    judged = at_head or not able
+    key = f"abort/{open_.attempt_seq}"
+    return [Debt(key=key, effect=Append(event), cause=open_.attempt_seq, correlation=open_.id, at_head=judged)]
 
 
-# -- supervisor
-
-
-def supervisor(
-    world: World, me: Me, names: tuple[str, ...], exits: Mapping[str, int | None], restarts: Restarts, now: int
-) -> list[Debt]:
-    """What the supervisor of `names` owes.
-
-    `exits` holds the processes of this supervisor: None while one runs, its exit status afterwards; a component that
-    the log shows running and that is not in it ended with its supervisor. What this supervisor gave up stays down; what
-    an earlier one gave up is tried again, because a person has started this one.
-    """
-    if not world.incarnation:
-        return []
-    return [debt for name in names for debt in _component(world, me, name, exits, restarts, now)]
-
-
-def _component(
-    world: World, me: Me, name: str, exits: Mapping[str, int | None], restarts: Restarts, now: int
-) -> list[Debt]:
-    component = world.components.get(name, Component())
-    exit_ = exits.get(name, 0)
-    if component.running and exit_ is not None:
-        detail = "" if name in exits else "its supervisor ended"
-        lost = ComponentLost(component=name, exit=exit_, detail=detail)
-        return [Debt(key=f"lost/{name}/{component.starts}", effect=Append(lost))]
-    if component.running or component.halted == me.boot:
-        return []
-    recent = [at for at in component.lost if at > now - restarts.window_s * SECOND]
-    if len(recent) > restarts.max_restarts:
-        halted = RecoveryHalted(component=name, restarts=len(recent) - 1, window_s=restarts.window_s)
-        return [Debt(key=f"halt/{name}/{component.starts}", effect=Append(halted))]
-    delay = restarts.delay_s * 2 ** min(len(recent) - 1, MAX_DOUBLINGS)
-    if recent and now < recent[-1] + delay * SECOND:
-        return []
-    start = StartComponent(name, component.starts + 1)
-    return [Debt(key=f"start/{name}/{component.starts + 1}", effect=start)]
+def _since_anybody(world: World, open_: Publication) -> int:
+    """When the attempt began, or the last process of its members ended."""
+    ends = [world.components[m.engine].ended_time for m in open_.members if m.engine in world.components]
+    return max(open_.attempt_time, *ends, 0)

@@ -28,16 +28,18 @@ from reef_bus.events import (
     ReleaseCommitted,
     ScenarioRegistered,
     TargetPersisted,
+    TrainerRestored,
     TransferAborted,
 )
 
 
 class Component(msgspec.Struct, kw_only=True):
-    """A process that a supervisor runs. `ended` is the sequence at which its last end was recorded, `halted` the
-    supervisor boot that gave it up, `lost` the broker times (ns) of its failures since it was last given up."""
+    """A process that a supervisor runs. Its last end was recorded at `ended` (sequence) and `ended_time`; `halted` is
+    the supervisor boot that gave it up, `lost` the broker times (ns) of its failures since it was last given up."""
 
     starts: int = 0
     ended: int = 0
+    ended_time: int = 0
     running: bool = False
     halted: str = ""
     lost: list[int] = []
@@ -108,7 +110,7 @@ def _deployment(world: World, recorded: Recorded) -> None:
             component.starts, component.running, component.halted = starts, True, ""
         case ComponentLost(component=name, exit=status):
             component = world.components.setdefault(name, Component())
-            component.running, component.ended = False, recorded.seq
+            component.running, component.ended, component.ended_time = False, recorded.seq, recorded.time
             if status:
                 component.lost.append(recorded.time)
         case RecoveryHalted(component=name):
@@ -127,6 +129,8 @@ def _check(world: World, recorded: Recorded) -> None:
             _contradiction(recorded, f"the log is folded by rules {rules}, this version knows rules {RULES}")
         case JobDispatched(base=base) if base not in world.training.candidates:
             _contradiction(recorded, f"base {base} was never a candidate")
+        case TrainerRestored(candidate=candidate) if candidate not in world.training.candidates:
+            _contradiction(recorded, f"{candidate} was never a candidate")
         case CandidateReady():
             _check_candidate(world, recorded, event)
         case TargetPersisted():
@@ -154,8 +158,11 @@ def _check_target(world: World, recorded: Recorded, event: TargetPersisted) -> N
         _contradiction(recorded, f"candidate {event.candidate} was not selected")
     elif event.parent != head.load_id or not reaches_head(world, event.candidate):
         _contradiction(recorded, f"candidate {event.candidate} does not reach the head {head.load_id}")
-    elif event.manifest != candidate.manifest:
-        _contradiction(recorded, f"the target names manifest {event.manifest}, its candidate {candidate.manifest}")
+    elif (event.manifest, event.weights) != (candidate.manifest, candidate.weights):
+        found = f"manifest {event.manifest} in blob {event.weights.digest}"
+        _contradiction(recorded, f"it names {found}, its candidate {candidate.manifest} in {candidate.weights.digest}")
+    if world.publications.ended.get(event.candidate) in ("halted", "refused"):
+        _contradiction(recorded, f"candidate {event.candidate} was {world.publications.ended[event.candidate]}")
     if event.attempt != 1:
         _contradiction(recorded, f"its first attempt is number {event.attempt}")
     if event.load_id != str(LoadId(world.incarnation, world.publications.sequence + 1)):
@@ -170,6 +177,8 @@ def _check_members(world: World, recorded: Recorded, members: list[tuple[str, st
         tail = world.tails.get(f"engine.{engine}")
         if tail is None or boot not in tail.boots:
             _contradiction(recorded, f"member {engine} boot {boot} never joined")
+        if boot in world.publications.excluded:
+            _contradiction(recorded, f"member {engine} boot {boot} was excluded")
 
 
 def _check_commit(world: World, recorded: Recorded, event: ReleaseCommitted) -> None:
@@ -179,6 +188,8 @@ def _check_commit(world: World, recorded: Recorded, event: ReleaseCommitted) -> 
     if (event.load_id, event.manifest, event.parent) != (open_.load_id, open_.manifest, open_.parent):
         found = f"{event.load_id} {event.manifest}"
         _contradiction(recorded, f"it names {found}, the target {open_.load_id} {open_.manifest}")
+    if event.candidate != open_.candidate:
+        _contradiction(recorded, f"it names candidate {event.candidate}, the target {open_.candidate}")
     if {(e.engine, e.boot) for e in event.evidence} != {(m.engine, m.boot) for m in open_.members}:
         _contradiction(recorded, "its evidence is not the attempt's membership")
     for member in open_.members:

@@ -96,10 +96,11 @@ def transfer_errors(about: str) -> Iterator[None]:
         raise TransferError(cause, f"{about}: {error.strerror or error}") from error
 
 
-def transports(store: ArtifactStore, host: str = "127.0.0.1") -> dict[str, Transport]:
-    """The transports of this build, by name. `host` is an address of this machine that receivers can reach."""
+def transports(store: ArtifactStore, host: str = "127.0.0.1", stall_s: float = STALL_S) -> dict[str, Transport]:
+    """The transports of this build, by name. `host` is an address of this machine that receivers can reach,
+    `stall_s` the sender's own progress deadline."""
     # Imported here because each transport inherits from this module.
     from reef_bus.transport.files import FilesTransport
     from reef_bus.transport.tcp import TcpTransport
 
-    return {transport.name: transport for transport in (TcpTransport(host), FilesTransport(store))}
+    return {transport.name: transport for transport in (TcpTransport(host, stall_s), FilesTransport(store))}

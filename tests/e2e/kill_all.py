@@ -12,7 +12,7 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
 from consumers.reef_supervisor.role import components
@@ -73,13 +73,19 @@ def _at(event: str, *names: str) -> Provocation:
 
 
 async def _exhaust(found: Live) -> None:
-    """Kill both engines in each attempt of one publication, until there is none left to make."""
-    await kill_at(found, "engine-0", "TargetPersisted")
-    found.running.kill("engine-1")
-    for _ in range(2):
-        await kill_at(found, "engine-0", "TransferAborted")
-        if found.running.supervisor.children["engine-1"].poll() is None:
-            found.running.kill("engine-1")
+    """Kill both engines whenever an attempt begins, until the publication is halted."""
+    halted = asyncio.Event()
+
+    def watch(recorded: Recorded) -> None:
+        if recorded.name in ("TargetPersisted", "TransferAborted"):
+            for engine in found.running.config.inference.engines:
+                found.running.kill(engine)
+        elif recorded.name == "PublicationHalted":
+            found.watchers.remove(watch)
+            halted.set()
+
+    found.watchers.append(watch)
+    await halted.wait()
 
 
 PROVOKED: dict[str, Provocation] = {
@@ -103,16 +109,16 @@ async def cell(found: Live, role: str, event: str) -> float:
     return await recovered(found, seq)
 
 
-async def everything(show: Callable[[str, str, float], None]) -> list[str]:
-    """All cells. Returns the audits' findings."""
+async def everything(events: Sequence[str], show: Callable[[str, str, float], None]) -> list[str]:
+    """All cells of these events. Returns the audits' findings."""
     with tempfile.TemporaryDirectory(prefix="reef-kill-") as folder:
         async with live(Path(folder), CONFIG) as found:
-            for event in (*RELEASE, *PROVOKED):
+            for event in (event for event in (*RELEASE, *PROVOKED) if event in events):
                 for role in ROLES:
                     show(event, role, await cell(found, role, event))
             await found.client.stop()
             findings = [violation.text for violation in (await found.audit()).violations]
-    for event in AT_START:
+    for event in (event for event in AT_START if event in events):
         for role in ROLES:
             with tempfile.TemporaryDirectory(prefix="reef-kill-") as folder:
                 seconds, texts = await at_start(Path(folder), role, event)
@@ -145,6 +151,7 @@ async def at_start(folder: Path, role: str, event: str) -> tuple[float, list[str
 def main() -> int:
     parser = argparse.ArgumentParser(prog="make kill-all")
     parser.add_argument("--json", action="store_true", help="one JSON line per cell instead of a table")
+    parser.add_argument("--only", metavar="EVENT", nargs="+", default=(*RELEASE, *PROVOKED, *AT_START), help="rows")
     args = parser.parse_args()
     placed = {*RELEASE, *PROVOKED, *AT_START, *NOT_MADE}
     if placed != set(CATALOGUE):
@@ -157,19 +164,19 @@ def main() -> int:
         line = {"event": event, "role": role, "seconds": round(seconds, 2)}
         print(json.dumps(line) if args.json else f"{event:20} {role:10} {seconds:5.1f} s", flush=True)
 
-    findings = asyncio.run(everything(show))
+    findings = asyncio.run(everything(args.only, show))
     if not args.json:
-        _table(cells)
+        _table(cells, args.only)
     print(f"{len(cells)} cells, {len(findings)} findings of the audit", file=sys.stderr)
     for finding in findings:
         print(finding, file=sys.stderr)
     return 1 if findings else 0
 
 
-def _table(cells: dict[tuple[str, str], float]) -> None:
+def _table(cells: dict[tuple[str, str], float], events: Sequence[str]) -> None:
     print("\nseconds from the kill to a later release served by every engine\n")
     print("| event | " + " | ".join(ROLES) + " |\n|---|" + "---|" * len(ROLES))
-    for event in (*RELEASE, *PROVOKED, *AT_START):
+    for event in events:
         print(f"| {event} | " + " | ".join(f"{cells[event, role]:.1f}" for role in ROLES) + " |")
 
 

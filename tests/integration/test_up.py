@@ -108,7 +108,7 @@ def test_a_role_alone_ends_with_0_on_sigterm_and_its_log_goes_to_stderr(tmp_path
     with command("up", "-c", str(file)) as up:
         assert answers(f"http://127.0.0.1:{port}", up) == 200
         running = tmp_path / "state" / "run" / "deployment.json"
-        with command("run", "publisher", "-c", str(running), "--id", "publisher-2") as second:
+        with command("run", "publisher", "-c", str(running), "--id", "publisher-2", "--json") as second:
             for _ in range(100):
                 if (tmp_path / "state" / "locks" / "publisher-2.lock").exists():
                     break
@@ -119,6 +119,7 @@ def test_a_role_alone_ends_with_0_on_sigterm_and_its_log_goes_to_stderr(tmp_path
         up.terminate()
         up.communicate(timeout=30)
     assert (second.returncode, out) == (0, ""), err
-    assert "is up" in err and "ends, as asked" in err
+    messages = [json.loads(line)["message"] for line in err.splitlines()]
+    assert any("is up" in message for message in messages) and "ends, as asked" in messages[-1]
     assert up.returncode == 0
     assert os.path.exists(running)

@@ -57,6 +57,13 @@ class Deployment(RuleBasedStateMachine):
         """Heartbeats of living engines are missed: unjust, and still safe."""
         self.fleet.slandered = frozenset(self.fleet.engines[n].boot for n in engines)
 
+    @rule(engine=ENGINES, really=st.booleans())
+    def lose(self, engine: int, really: bool) -> None:
+        """A supervisor says that an engine's process ended, rightly or not."""
+        if really:
+            self.fleet.crash(self.fleet.engines[engine])
+        self.fleet.lose(self.fleet.engines[engine])
+
     @invariant()
     def holds(self) -> None:
         if hasattr(self, "fleet"):

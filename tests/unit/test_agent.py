@@ -69,7 +69,12 @@ def memory(found: Agent) -> bytearray:
 
 
 def see(found: Agent, *history: Step) -> None:
-    found.folded(given(*history).world, ())
+    """The agent folds a history in which what its boot said of its memory was true."""
+    world = given(*history).world
+    engine = world.membership.engines.get("e0")
+    if engine and engine.verified:
+        found.proven = engine.verified.manifest
+    found.folded(world, ())
 
 
 async def say(found: Agent, effect: Effect) -> Event:
@@ -108,6 +113,16 @@ def test_after_a_halt_the_gate_opens_with_the_engines_own_proof_and_not_before(t
     assert not found.open.is_set()
     see(found, *history, holds("e0", 0, "base"))
     assert found.open.is_set() and found.serving() == "inc:0"
+
+
+async def test_what_was_written_since_the_proof_closes_the_gate_whatever_the_fold_says(tmp_path: Path) -> None:
+    """The serving rule's last clause, which no log can know: nothing generates with memory that was written since."""
+    found = agent(tmp_path)
+    see(found, *SERVING)
+    assert found.open.is_set()
+    await say(found, receiving(found, bytes(16)))
+    found.folded(found.world, ())
+    assert not found.open.is_set() and found.serving() == ""
 
 
 # -- fence

@@ -50,7 +50,7 @@ from tests.facts import (
     trainer_joined,
     verified,
 )
-from tests.spec import SECOND, Given, Step, by, given, publisher_debts
+from tests.spec import SECOND, Given, Step, after, by, given, publisher_debts
 
 SELECTED: tuple[Step, ...] = (*SERVING, *trained("c1"))
 TARGETED: tuple[Step, ...] = (*SELECTED, target(1, "c1", E0, E1))
@@ -340,10 +340,28 @@ def test_a_process_that_ended_is_no_member_any_more_and_nobody_waits_for_its_res
     lost = ComponentLost(component="e1", exit=-9)
     event = aborts(*TARGETED, lost)
     assert (event.reason, event.excluded, event.members) == ("member_lost", (E1,), (E0,))
-    event = owes(*SELECTED, lost)
-    assert isinstance(event, TargetPersisted) and event.members == (E0,)
+    out, aimed = (debt.effect for debt in debts(given(*SELECTED, lost)))
+    assert isinstance(out, Append) and isinstance(out.event, EngineExcluded) and out.event.boot == E1.boot
+    assert isinstance(aimed, Append) and isinstance(aimed.event, TargetPersisted) and aimed.event.members == (E0,)
     event = owes(*SELECTED, lost, by("e1.2", joined("e1")))
     assert isinstance(event, TargetPersisted) and event.members == (E0, m("e1", 2))
+
+
+def test_who_leaves_an_attempt_leaves_the_deployment() -> None:
+    """Else a boot that had verified in the dead attempt could load the incumbent and serve it under the new name."""
+    one_verified: tuple[Step, ...] = (*READY, verified("e0", 1, "c1"), ComponentLost(component="e0", exit=0))
+    event = aborts(*one_verified, by("e1.2", joined("e1")))
+    assert set(event.excluded) == {E0, E1} and event.members == (m("e1", 2),)
+
+
+def test_with_nobody_left_the_wait_counts_from_the_last_end_of_a_process() -> None:
+    ended: tuple[Step, ...] = (
+        *TARGETED,
+        after(29, ComponentLost(component="e0", exit=-9)),
+        ComponentLost(component="e1", exit=-9),
+    )
+    assert owes(*ended, after_s=29.9) is None
+    assert isinstance(owes(*ended, after_s=30.1), PublicationHalted)
 
 
 def test_an_end_of_an_earlier_process_is_not_this_boots() -> None:

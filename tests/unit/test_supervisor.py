@@ -21,14 +21,15 @@ import pytest
 from consumers.reef_publisher import role as publisher_module
 from consumers.reef_publisher.role import Heartbeats
 from consumers.reef_supervisor import role as role_module
-from consumers.reef_supervisor.demo import _config, _parser
+from consumers.reef_supervisor.commands import _demo
+from consumers.reef_supervisor.demo import _config
 from consumers.reef_supervisor.harness import Scored, score
 from consumers.reef_supervisor.role import Supervisor, components
 from consumers.reef_supervisor.tally import Tally
 from reef_bus import process
 from reef_bus.config import Config, dump, load
 from reef_bus.core.effects import Append, Debt, Me, Restarts, StartComponent
-from reef_bus.core.reactions import supervisor
+from reef_bus.core.supervision import supervisor
 from reef_bus.core.world import World
 from reef_bus.errors import Rejected, Unavailable
 from reef_bus.events import ComponentLost, ComponentStarted, Event, RecoveryHalted
@@ -224,7 +225,7 @@ def test_a_resumed_demo_takes_a_free_port_and_its_own_server(tmp_path: Path) -> 
         tmp_path, '{"gateway": {"port": 4242}, "nats": {"url": "nats://127.0.0.1:1"}, "scenario": "digit"}'
     )
     (tmp_path / "run" / "deployment.json").write_bytes(dump(kept))
-    found = _config(_parser().parse_args(["--resume", str(tmp_path)]), None)
+    found = _config(_demo().parse_args(["--resume", str(tmp_path)]), None)
     assert (found.gateway.port, found.nats.url, found.state_dir) == (0, "", str(tmp_path))
 
 

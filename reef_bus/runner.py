@@ -180,11 +180,14 @@ class Runner:
             raise Retired(debt.effect.why)
         if isinstance(debt.effect, Append):
             return debt.effect.event
+        said = ""
         while True:
             try:
                 return await self.role.perform(debt, scope)
             except Unavailable as error:
-                log.warning("%s: %s; trying again", debt.key, error)
+                if str(error) != said:
+                    log.warning("%s: %s; trying again until it works", debt.key, error)
+                said = str(error)
                 await asyncio.sleep(RETRY_S)
 
     async def _drop(self, keys: list[str]) -> None:

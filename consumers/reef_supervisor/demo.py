@@ -46,6 +46,7 @@ FINAL, FINAL_EACH, FINAL_MOST = 96, 16, 512
 QUIET_S = 0.5
 INTERRUPTED = 130
 SAMPLE_S = 0.5
+LEAST_FREE = 256 * 1024  # bytes: below, neither the log nor a checkpoint can be written
 
 
 class Kills:
@@ -126,6 +127,12 @@ class Demo:
                 with contextlib.suppress(psutil.Error):
                     total += psutil.Process(pid).memory_info().rss
             self.rss = max(self.rss, total)
+            free = shutil.disk_usage(self.config.state_dir).free
+            if free < LEAST_FREE and not running.failure.done():
+                why = f"state folder {self.config.state_dir}: the disk is full ({free} bytes free); make room"
+                running.failure.set_exception(
+                    Unavailable(f"{why}, then `reef-bus demo --resume` goes on from a kept one")
+                )
             await asyncio.sleep(SAMPLE_S)
 
     async def _phases(self, running: Deployment, client: Harness) -> dict[str, Any]:

@@ -99,16 +99,18 @@ class JetStreamJournal(Journal):
         lost.set_result(None)
 
     async def _unless_lost(self, request: Coroutine[Any, Any, T]) -> T:
-        """The answer, or Unavailable as soon as the connection is lost: the client itself would sit out the timeout."""
+        """The answer, or Unavailable as soon as the connection is lost: the client itself would sit out the timeout.
+
+        The request is left to end by its own timeout, never cancelled: the client's flusher dies, and the connection
+        with it, when it meets a future that somebody cancelled while a reconnect was under way.
+        """
         asked = asyncio.ensure_future(request)
+        asked.add_done_callback(lambda task: task.cancelled() or task.exception())  # somebody has looked at it
         either: set[asyncio.Future[Any]] = {asked, self._lost}
-        try:
-            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-            if asked.done():
-                return asked.result()
-            raise Unavailable("the connection was lost before an answer came")
-        finally:
-            asked.cancel()
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        if asked.done():
+            return asked.result()
+        raise Unavailable("the connection was lost before an answer came")
 
     async def append(self, draft: Draft, prev: int) -> Stored:
         where, body = subject(self.deployment, draft.event), payload(draft.event)

@@ -41,6 +41,7 @@ class Live:
     def __init__(self) -> None:
         self.events: list[Recorded] = []
         self.watchers: list[Callable[[Recorded], None]] = []
+        self.killed: dict[str, int] = {}
         self.running: Deployment
         self.client: Harness
 
@@ -73,9 +74,16 @@ class Live:
         return len(serving(self.world)) == len(self.running.config.inference.engines)
 
     def whole(self) -> bool:
-        """Every process runs, and the log says so."""
-        children = self.running.supervisor.children
-        return all(self.world.components[name].running and child.poll() is None for name, child in children.items())
+        """Every process runs, the log says so, and what was killed was started again: a process takes time to die."""
+        components, children = self.world.components, self.running.supervisor.children
+        again = all(components[name].starts > starts for name, starts in self.killed.items())
+        return again and all(components[name].running and child.poll() is None for name, child in children.items())
+
+    def kill(self, component: str) -> None:
+        """SIGKILL one component, or `nats`, and remember which of its starts that was."""
+        if component != "nats":
+            self.killed[component] = self.world.components[component].starts
+        self.running.kill(component)
 
     async def audit(self) -> Audit:
         history = await read_history(self.running.journal, ArtifactStore(self.running.config.folder("artifacts")))
@@ -109,7 +117,7 @@ async def kill_at(found: Live, component: str, event: str) -> int:
     def watch(recorded: Recorded) -> None:
         if not hit and recorded.name == event:
             hit.append(recorded.seq)
-            found.running.kill(component)
+            found.kill(component)
 
     found.watchers.append(watch)
     await found.until(f"{event} appears", lambda: bool(hit))

@@ -32,7 +32,7 @@ kill-all: prepare-dev  ## every role killed at every event, once; prints the tab
 	@$(BIN)/python -m tests.e2e.kill_all $(ARGS)
 
 schemas: prepare-dev  ## write schemas/ from reef_bus/events.py
-	@$(BIN)/python -m reef_bus.contracts schemas $(ARGS)
+	@$(BIN)/python -m reef_bus.contracts generate $(ARGS)
 
 clean:  ## remove .venv and what the tools left
 	@rm -rf .venv build dist htmlcov .coverage .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis

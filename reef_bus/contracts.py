@@ -282,7 +282,7 @@ def _named(file: Path) -> tuple[str, int]:
 def main(arguments: list[str] | None = None) -> int:
     """`python -m reef_bus.contracts generate|check`; 1 when the check found something."""
     parser = argparse.ArgumentParser(prog="python -m reef_bus.contracts", description="Write or check schemas/.")
-    parser.add_argument("command", choices=("generate", "schemas", "check"), help="`schemas` is generate")
+    parser.add_argument("command", choices=("generate", "check"))
     parser.add_argument("folder", nargs="?", type=Path, default=Path("schemas"))
     parser.add_argument("--base", type=Path, help="an older schemas/ that must stay readable")
     parser.add_argument("--json", action="store_true")

@@ -255,8 +255,8 @@ class Demo:
         done = good and not summary["audit_violations"] and not self.kills.waiting
         if self.args.json:
             print(json.dumps(summary))
-            return 0 if done else 1
-        _print(summary, self.args, self.config, done)
+        else:
+            _print(summary, self.args, self.config, done)
         return 0 if done else 1
 
 

@@ -39,6 +39,8 @@ from reef_bus.topology import (
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
+_EPOCH = datetime.datetime(1970, 1, 1, tzinfo=datetime.UTC)
+
 WRONG_SEQUENCE = (10071, 10164)  # the second: another write for the same expectation is in flight
 PUBLISH_TIMEOUT_S = 2.0
 SILENCE_S = 1.0  # after this long without an event, ask the leader whether there is one
@@ -68,7 +70,7 @@ async def connect(url: str, deployment: str, name: str, *, wait_s: float = 10.0)
     try:
         async with asyncio.timeout(wait_s):  # the client itself would try for ever, as it must once it is connected
             await client.connect(
-                url,
+                url.split(","),
                 name=name,
                 error_cb=on_error,
                 disconnected_cb=journal.connection_lost,
@@ -166,16 +168,13 @@ class JetStreamJournal(Journal):
         head."""
         lost = self._lost
         queue: asyncio.Queue[Msg] = asyncio.Queue()
-        config = api.ConsumerConfig(
-            deliver_policy=api.DeliverPolicy.BY_START_SEQUENCE, opt_start_seq=after + 1, inactive_threshold=30.0
-        )
         subscription = await self.js.subscribe(
             ">",
             stream=stream_name(self.deployment, stream),
-            ordered_consumer=True,
-            idle_heartbeat=2.0,
-            config=config,
+            config=_consumer(after),
             cb=queue.put,
+            flow_control=True,
+            idle_heartbeat=2.0,
             pending_bytes_limit=256 * 1024 * 1024,
         )
         try:
@@ -232,8 +231,14 @@ class JetStreamJournal(Journal):
             raise Rejected(f"streams exist that are not as they must be: {text}. Nothing was changed")
         for spec in streams(self.deployment, replicas):
             if drift[spec.name]:
-                await self.js.add_stream(_config(spec))
+                await self._create(spec)
         return {name: "created" if lines else "unchanged" for name, lines in drift.items()}
+
+    async def _create(self, spec: StreamSpec) -> None:
+        try:
+            await self.js.add_stream(_config(spec))
+        except (*TRANSIENT, APIError) as error:
+            raise Unavailable(f"{spec.name}: it cannot be created ({type(error).__name__}: {error})") from error
 
     async def _drift(self, spec: StreamSpec) -> list[str]:
         try:
@@ -276,15 +281,37 @@ def _contiguous(messages: list[Msg], after: int) -> tuple[list[Recorded], Contra
     return batch, False
 
 
-def _recorded(message: Msg) -> Recorded:
-    where = message.metadata
-    return decode(
-        where.sequence.stream, _nanoseconds(where.timestamp), message.subject, message.headers or {}, message.data
+def _consumer(after: int) -> api.ConsumerConfig:
+    """One delivery of each event after `after`, in order; gone by itself half a minute after its subscriber.
+
+    Not the client's `ordered_consumer`: of that one a task per subscription stays for ever, and a gap makes it subscribe
+    anew by itself, while we look at the log first.
+    """
+    return api.ConsumerConfig(
+        deliver_policy=api.DeliverPolicy.BY_START_SEQUENCE,
+        opt_start_seq=after + 1,
+        ack_policy=api.AckPolicy.NONE,
+        max_deliver=1,
+        num_replicas=1,
+        mem_storage=True,
+        inactive_threshold=30.0,
     )
 
 
+def _recorded(message: Msg) -> Recorded:
+    seq = message.metadata.sequence.stream
+    return decode(seq, _delivered_time(message), message.subject, message.headers or {}, message.data)
+
+
+def _delivered_time(message: Msg) -> int:
+    """The broker's time of the event in ns, cut to the microsecond as `read` gets it. The client's own datetime went
+    through a float, and is off by one now and then."""
+    fields = message.reply.split(".")
+    return int(fields[Msg.Ack.Timestamp if len(fields) > 9 else 7]) // 1000 * 1000
+
+
 def _nanoseconds(when: datetime.datetime | None) -> int:
-    return int(when.timestamp() * 1_000_000) * 1000 if when else 0
+    return (when - _EPOCH) // datetime.timedelta(microseconds=1) * 1000 if when else 0
 
 
 def _append_error(draft: Draft, prev: int, where: str, error: APIError) -> Exception:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 
+import msgspec
 import pytest
 
 from reef_bus import runner as runner_module
@@ -156,8 +157,11 @@ async def test_what_could_not_be_read_back_is_never_written(broker: Broker) -> N
     journal = await broker.open()
     with pytest.raises(Rejected, match="score"):
         await journal.append(draft(report(score=float("nan"))), 0)
-    with pytest.raises(Rejected, match="65536") as caught:
-        await journal.append(draft(ComponentStarted(component="x" * 70_000, pid=1, starts=1)), 0)
+    with pytest.raises(Rejected, match="an event of 70") as caught:
+        await journal.append(draft(msgspec.structs.replace(failed("e0", 1), detail="x" * 70_000)), 0)
+    assert caught.value.status == 413
+    with pytest.raises(Rejected, match="a subject of 5") as caught:  # a server would close the connection for good
+        await journal.append(draft(joined("e" * 5_000)), 0)
     assert caught.value.status == 413
     assert (await journal.head(RECORDS), await journal.head(LOG)) == (0, 0)
 

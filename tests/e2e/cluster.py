@@ -9,12 +9,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 from reef_bus.embedded import NatsServer
 from reef_bus.errors import Unavailable
-from reef_bus.jetstream import JetStreamJournal, connect
+from reef_bus.jetstream import JetStreamJournal
 from reef_bus.topology import stream_name
 
 SIZE = 3

@@ -9,7 +9,8 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Mapping
-from typing import Any
+from functools import lru_cache
+from typing import Any, Literal
 
 import msgspec
 
@@ -19,10 +20,32 @@ from reef_bus.topology import parse
 from reef_bus.upcast import upcast
 
 SPEC_VERSION = "1.0"
+SOURCE = "/reef/"
 _TYPE = re.compile(r"reef\.([A-Za-z]+)\.v([0-9]{1,4})")
 
 _ENCODER = msgspec.json.Encoder(order="deterministic")
 _DECODERS = {name: msgspec.json.Decoder(cls) for name, cls in CATALOGUE.items()}
+
+
+class Line(msgspec.Struct, frozen=True, rename={"seq": "sequence", "time": "timens"}):
+    """One event of an export as `to_json` gives it, beside the name of its stream; the payload is still bytes."""
+
+    stream: Literal["LOG", "RECORDS"]
+    specversion: str
+    id: str
+    type: str
+    source: str
+    subject: str
+    seq: int
+    time: int
+    prev: int
+    causationid: int
+    correlationid: str
+    boot: str
+    data: msgspec.Raw
+
+
+_LINE = msgspec.json.Decoder(Line)
 
 
 def payload(event: Event) -> bytes:
@@ -53,7 +76,7 @@ def headers(draft: Draft, id_: str, prev: int, subject: str, now: str) -> dict[s
         "ce-specversion": SPEC_VERSION,
         "ce-id": id_,
         "ce-type": type_of(draft.event),
-        "ce-source": f"/reef/{draft.writer}",
+        "ce-source": f"{SOURCE}{draft.writer}",
         "ce-subject": subject,
         "ce-time": now,
         "ce-datacontenttype": "application/json",
@@ -81,7 +104,7 @@ def decode(seq: int, time: int, subject: str, header: Mapping[str, str], body: b
             prev=int(header["ce-prev"]),
             cause=int(header["ce-causationid"]),
             correlation=header["ce-correlationid"],
-            writer=header["ce-source"].removeprefix("/reef/"),
+            writer=header["ce-source"].removeprefix(SOURCE),
             boot=header["ce-boot"],
             event=event,
         )
@@ -96,15 +119,21 @@ def _check_subject(seq: int, subject: str, event: Event) -> None:
         raise ContractError(f"event {seq} on {subject} is {type_of(event)} of {event.family} {event.key}", seq)
 
 
-def _decode_event(seq: int, subject: str, type_name: str, body: bytes) -> Event:
+@lru_cache(maxsize=256)  # a log's events are of a few dozen types
+def _parse_type(type_name: str) -> tuple[str, int]:
+    """Name and version, or an empty name."""
     match = _TYPE.fullmatch(type_name)
-    if not match or match[1] not in CATALOGUE:
+    return (match[1], int(match[2])) if match else ("", 0)
+
+
+def _decode_event(seq: int, subject: str, type_name: str, body: bytes | msgspec.Raw) -> Event:
+    name, version = _parse_type(type_name)
+    if name not in CATALOGUE:
         raise ContractError(
             f"event {seq} on {subject} has type {type_name!r}, which this version does not know: a foreign writer, "
             "or a newer one. Upgrade this consumer, or look at it with `reef-bus log show`",
             seq,
         )
-    name, version = match[1], int(match[2])
     if version > CATALOGUE[name].version:
         raise ContractError(
             f"event {seq} on {subject} is {type_name}; this version reads {name} up to "
@@ -123,7 +152,7 @@ def to_json(recorded: Recorded) -> dict[str, Any]:
         "specversion": SPEC_VERSION,
         "id": recorded.id,
         "type": type_of(recorded.event),
-        "source": f"/reef/{recorded.writer}",
+        "source": f"{SOURCE}{recorded.writer}",
         "subject": recorded.subject,
         "sequence": recorded.seq,
         "timens": recorded.time,
@@ -133,6 +162,29 @@ def to_json(recorded: Recorded) -> dict[str, Any]:
         "boot": recorded.boot,
         "data": msgspec.to_builtins(recorded.event),
     }
+
+
+def decode_line(line: bytes) -> tuple[str, Recorded] | None:
+    """An export's line in the form that `write_export` gives it: the stream's name and the event. None for any other
+    line, which may yet be one for `from_json`. Raises ContractError like `decode`."""
+    try:
+        found = _LINE.decode(line if line.isascii() else line.decode())  # what is passed over must be text, too
+    except (msgspec.MsgspecError, UnicodeError):
+        return None
+    event = _decode_event(found.seq, found.subject, found.type, found.data)
+    _check_subject(found.seq, found.subject, event)
+    return found.stream, Recorded(
+        seq=found.seq,
+        time=found.time,
+        subject=found.subject,
+        id=found.id,
+        prev=found.prev,
+        cause=found.causationid,
+        correlation=found.correlationid,
+        writer=found.source.removeprefix(SOURCE),
+        boot=found.boot,
+        event=event,
+    )
 
 
 def from_json(line: Mapping[str, Any]) -> Recorded:

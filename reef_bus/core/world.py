@@ -6,7 +6,8 @@ Folding the same events gives equal worlds, on any machine and in any number of 
 
 from __future__ import annotations
 
-from typing import NoReturn
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn
 
 import msgspec
 
@@ -21,8 +22,10 @@ from reef_bus.events import (
     CandidateReady,
     ComponentLost,
     ComponentStarted,
+    Event,
     JobDispatched,
     LogOpened,
+    Member,
     Recorded,
     RecoveryHalted,
     ReleaseCommitted,
@@ -89,10 +92,10 @@ def _evolve(world: World, recorded: Recorded) -> None:
     match event.family:
         case "train":
             training.evolve(world.training, recorded)
-            if isinstance(event, ScenarioRegistered):
+            if type(event) is ScenarioRegistered:
                 publication.register(world.publications, world.incarnation, recorded, event)
         case "release":
-            if isinstance(event, TargetPersisted):
+            if type(event) is TargetPersisted:
                 membership.forget_attempts(world.membership)
             publication.evolve(world.publications, recorded)
         case "engine":
@@ -122,25 +125,26 @@ def _deployment(world: World, recorded: Recorded) -> None:
 def _check(world: World, recorded: Recorded) -> None:
     """Only what is monotone is checked, so that no reader ever needs another reader's view to agree."""
     event = recorded.event
-    if (not world.incarnation) != isinstance(event, LogOpened):
+    if (not world.incarnation) != (type(event) is LogOpened):
         _contradiction(recorded, "a log begins with exactly one LogOpened")
-    match event:
-        case LogOpened(rules=rules) if rules != RULES:
-            _contradiction(recorded, f"the log is folded by rules {rules}, this version knows rules {RULES}")
-        case JobDispatched(base=base) if base not in world.training.candidates:
-            _contradiction(recorded, f"base {base} was never a candidate")
-        case TrainerRestored(candidate=candidate) if candidate not in world.training.candidates:
-            _contradiction(recorded, f"{candidate} was never a candidate")
-        case CandidateReady():
-            _check_candidate(world, recorded, event)
-        case TargetPersisted():
-            _check_target(world, recorded, event)
-        case TransferAborted(attempt=attempt, next_attempt=following) if following != attempt + 1:
-            _contradiction(recorded, f"attempt {following} does not follow attempt {attempt}")
-        case TransferAborted(members=members):
-            _check_members(world, recorded, [(m.engine, m.boot) for m in members])
-        case ReleaseCommitted():
-            _check_commit(world, recorded, event)
+    check = CHECKS.get(type(event))
+    if check:
+        check(world, recorded, event)
+
+
+def _check_rules(world: World, recorded: Recorded, event: LogOpened) -> None:
+    if event.rules != RULES:
+        _contradiction(recorded, f"the log is folded by rules {event.rules}, this version knows rules {RULES}")
+
+
+def _check_base(world: World, recorded: Recorded, event: JobDispatched) -> None:
+    if event.base not in world.training.candidates:
+        _contradiction(recorded, f"base {event.base} was never a candidate")
+
+
+def _check_restored(world: World, recorded: Recorded, event: TrainerRestored) -> None:
+    if event.candidate not in world.training.candidates:
+        _contradiction(recorded, f"{event.candidate} was never a candidate")
 
 
 def _check_candidate(world: World, recorded: Recorded, event: CandidateReady) -> None:
@@ -167,13 +171,20 @@ def _check_target(world: World, recorded: Recorded, event: TargetPersisted) -> N
         _contradiction(recorded, f"its first attempt is number {event.attempt}")
     if event.load_id != str(LoadId(world.incarnation, world.publications.sequence + 1)):
         _contradiction(recorded, f"load id {event.load_id} does not follow sequence {world.publications.sequence}")
-    _check_members(world, recorded, [(m.engine, m.boot) for m in event.members])
+    _check_members(world, recorded, event.members)
 
 
-def _check_members(world: World, recorded: Recorded, members: list[tuple[str, str]]) -> None:
+def _check_next(world: World, recorded: Recorded, event: TransferAborted) -> None:
+    if event.next_attempt != event.attempt + 1:
+        _contradiction(recorded, f"attempt {event.next_attempt} does not follow attempt {event.attempt}")
+    _check_members(world, recorded, event.members)
+
+
+def _check_members(world: World, recorded: Recorded, members: tuple[Member, ...]) -> None:
     if not members:
         _contradiction(recorded, "its membership is empty")
-    for engine, boot in members:
+    for member in members:
+        engine, boot = member.engine, member.boot
         tail = world.tails.get(f"engine.{engine}")
         if tail is None or boot not in tail.boots:
             _contradiction(recorded, f"member {engine} boot {boot} never joined")
@@ -197,6 +208,17 @@ def _check_commit(world: World, recorded: Recorded, event: ReleaseCommitted) -> 
         if report is None or not agrees(report, open_):
             said = (report.failure or report.manifest) if report else "nothing"
             _contradiction(recorded, f"{member.engine} boot {member.boot} reported {said}, not the target's digest")
+
+
+CHECKS: Mapping[type[Event], Callable[[World, Recorded, Any], None]] = {
+    LogOpened: _check_rules,
+    JobDispatched: _check_base,
+    TrainerRestored: _check_restored,
+    CandidateReady: _check_candidate,
+    TargetPersisted: _check_target,
+    TransferAborted: _check_next,
+    ReleaseCommitted: _check_commit,
+}
 
 
 def agrees(report: membership.Report, target: publication.Publication) -> bool:

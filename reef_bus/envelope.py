@@ -27,7 +27,7 @@ _ENCODER = msgspec.json.Encoder(order="deterministic")
 _DECODERS = {name: msgspec.json.Decoder(cls) for name, cls in CATALOGUE.items()}
 
 
-class Line(msgspec.Struct, frozen=True, rename={"seq": "sequence", "time": "timens"}):
+class Line(msgspec.Struct, frozen=True, gc=False, rename={"seq": "sequence", "time": "timens"}):
     """One event of an export as `to_json` gives it, beside the name of its stream; the payload is still bytes."""
 
     stream: Literal["LOG", "RECORDS"]
@@ -134,14 +134,15 @@ def _decode_event(seq: int, subject: str, type_name: str, body: bytes | msgspec.
             "or a newer one. Upgrade this consumer, or look at it with `reef-bus log show`",
             seq,
         )
-    if version > CATALOGUE[name].version:
+    current = CATALOGUE[name].version
+    if version > current:
         raise ContractError(
             f"event {seq} on {subject} is {type_name}; this version reads {name} up to "
-            f"v{CATALOGUE[name].version}. Upgrade this consumer first",
+            f"v{current}. Upgrade this consumer first",
             seq,
         )
     try:
-        return _DECODERS[name].decode(upcast(name, version, CATALOGUE[name].version, body))
+        return _DECODERS[name].decode(body if version == current else upcast(name, version, current, bytes(body)))
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ContractError(f"event {seq} on {subject} ({type_name}) cannot be read: {error}", seq) from error
 

@@ -144,13 +144,13 @@ def read_export(path: Path | str) -> History:
 
 def _take(line: bytes, streams: dict[str, list[Recorded]], batches: dict[str, Consumption | Unread]) -> None:
     stream, found = decode_line(line) or _read_line(line)
-    if isinstance(found, Recorded):
-        home = FAMILIES[found.event.family].stream
-        if home != stream:
-            raise ContractError(f"{found.name} is on {stream}; it belongs on {home}", found.seq)
-        streams[stream].append(found)
-    else:
+    if not isinstance(found, Recorded):
         batches[stream] = found
+        return
+    home = FAMILIES[found.event.family].stream
+    if home != stream:
+        raise ContractError(f"{found.name} is on {stream}; it belongs on {home}", found.seq)
+    streams[stream].append(found)
 
 
 def _read_line(line: bytes) -> tuple[str, Recorded | Consumption | Unread]:

@@ -55,23 +55,22 @@ def why_void(tail: Tail, recorded: Recorded) -> str:
     """Why every reader must ignore this event, or an empty string."""
     if recorded.prev != tail.seq:
         return f"its prev is {recorded.prev}, the family's last stored event is {tail.seq}"
-    return _why_boot(tail, recorded) or _why_state(tail, recorded)
+    kind = type(recorded.event)
+    if kind.family in ("train", "engine") and (why := _why_boot(tail, recorded)):
+        return why
+    clause = CLAUSES.get(kind)
+    return clause(tail, recorded.event) if clause else ""
 
 
 def _why_boot(tail: Tail, recorded: Recorded) -> str:
-    kind = type(recorded.event)
-    if kind.family not in ("train", "engine"):
-        return ""
-    if kind in JOINS:
+    if type(recorded.event) in JOINS:
         return "its boot had joined before" if recorded.boot in tail.boots else ""
     if not tail.boots or tail.boots[-1] != recorded.boot:
         return f"boot {recorded.boot} is not the family's newest"
     return ""
 
 
-def _why_state(tail: Tail, recorded: Recorded) -> str:
-    clause = CLAUSES.get(type(recorded.event))
-    return clause(tail, recorded.event) if clause else ""
+# -- the clauses by which a family's own state voids an event
 
 
 def _nothing_is_open(tail: Tail, event: JobDispatched | TargetPersisted) -> str:

@@ -186,7 +186,7 @@ def _check_members(world: World, recorded: Recorded, members: tuple[Member, ...]
     for member in members:
         engine, boot = member.engine, member.boot
         tail = world.tails.get(f"engine.{engine}")
-        if tail is None or boot not in tail.boots:
+        if tail is None or boot not in reversed(tail.boots):  # it is nearly always the newest
             _contradiction(recorded, f"member {engine} boot {boot} never joined")
         if boot in world.publications.excluded:
             _contradiction(recorded, f"member {engine} boot {boot} was excluded")

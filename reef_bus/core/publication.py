@@ -22,6 +22,7 @@ from reef_bus.events import (
 )
 
 MAX_ATTEMPTS = 3
+SUPERSEDED = "superseded"  # the one refusal through which a base chain may still reach the head
 
 
 class Release(msgspec.Struct, kw_only=True):
@@ -56,10 +57,11 @@ class Publication(msgspec.Struct, kw_only=True):
     transport: str
     mode: str
     pause: str
+    request: int = 0
 
 
 class Publications(msgspec.Struct):
-    """Everything that the `release` family says. `ended` maps a candidate to committed, refused or halted."""
+    """Everything that the `release` family says. `ended`: by candidate, committed, halted, refused or superseded."""
 
     open: Publication | None = None
     head: Release | None = None
@@ -99,9 +101,9 @@ def evolve(publications: Publications, recorded: Recorded) -> None:
             _commit(publications, recorded, publications.open)
         case PublicationHalted(excluded=excluded) if publications.open:
             _exclude(publications, recorded.seq, excluded)
-            _end(publications, recorded.seq, publications.open.candidate, "halted")
-        case PublicationRefused(candidate=candidate):
-            publications.ended[candidate] = "refused"
+            _end(publications, recorded.seq, publications.open, "halted")
+        case PublicationRefused(candidate=candidate, reason=reason, request=0):
+            publications.ended[candidate] = SUPERSEDED if reason == SUPERSEDED else "refused"
         case EngineExcluded(engine=engine, boot=boot):
             _exclude(publications, recorded.seq, (Member(engine, boot),))
 
@@ -126,6 +128,7 @@ def _target(publications: Publications, recorded: Recorded, event: TargetPersist
         transport=event.transport,
         mode=event.mode,
         pause=event.pause,
+        request=event.request,
     )
 
 
@@ -140,11 +143,13 @@ def _commit(publications: Publications, recorded: Recorded, publication: Publica
         time=recorded.time,
     )
     publications.releases[publication.load_id] = publications.head
-    _end(publications, recorded.seq, publication.candidate, "committed")
+    _end(publications, recorded.seq, publication, "committed")
 
 
-def _end(publications: Publications, seq: int, candidate: str, how: str) -> None:
-    publications.ended[candidate] = how
+def _end(publications: Publications, seq: int, publication: Publication, how: str) -> None:
+    """A rollback decides nothing about the candidate whose content it brings back."""
+    if not publication.request:
+        publications.ended[publication.candidate] = how
     publications.open, publications.ended_seq = None, seq
 
 

@@ -14,6 +14,8 @@ from reef_bus.events import (
     CandidateReady,
     CandidateRejected,
     CandidateSelected,
+    JobAmbiguous,
+    JobDiscarded,
     JobDispatched,
     JobDropped,
     JobStarted,
@@ -42,7 +44,8 @@ class Candidate(msgspec.Struct, kw_only=True):
 
 
 class Job(msgspec.Struct, kw_only=True):
-    """The open job. `attempt` 0: not started; `boot` started the current attempt."""
+    """The open job. `attempt` 0: not started; `boot` started the current attempt, `in_place` if its backend changes its
+    incumbent; `ambiguous` is the sequence since which nobody knows what that did."""
 
     id: str
     step: int
@@ -52,6 +55,8 @@ class Job(msgspec.Struct, kw_only=True):
     attempt: int = 0
     boot: str = ""
     started: int = 0
+    in_place: bool = False
+    ambiguous: int = 0
     candidate: str = ""
     ready: int = 0
     evaluated: int = 0
@@ -81,6 +86,7 @@ class Training(msgspec.Struct):
     joined: int = 0
     backend: str = ""
     offers: tuple[str, ...] = ()
+    mutates_in_place: bool = False
     scenario: str = ""
     model: str = ""
     registered: int = 0
@@ -100,12 +106,16 @@ def evolve(training: Training, recorded: Recorded) -> None:
         case TrainerJoined() as joined:
             training.boot, training.joined = recorded.boot, recorded.seq
             training.backend, training.offers = joined.backend, joined.offers
+            training.mutates_in_place = joined.mutates_in_place
         case ScenarioRegistered() as registered:
             _register(training, recorded.seq, registered)
         case JobDispatched() as dispatched:
             _dispatch(training, recorded.seq, dispatched)
         case JobStarted(attempt=attempt) if training.job:
             training.job.attempt, training.job.boot, training.job.started = attempt, recorded.boot, recorded.seq
+            training.job.in_place, training.job.ambiguous = training.mutates_in_place, 0
+        case JobAmbiguous() if training.job:
+            training.job.ambiguous = recorded.seq
         case CandidateReady() as ready if training.job:
             _ready(training, training.job, recorded.seq, ready)
         case CandidateEvaluated(metrics=metrics) if training.job:
@@ -118,7 +128,7 @@ def evolve(training: Training, recorded: Recorded) -> None:
         case CandidateRejected(candidate=candidate):
             training.candidates[candidate].rejected = True
             _close(training, recorded.seq)
-        case JobDropped():
+        case JobDropped() | JobDiscarded():
             _close(training, recorded.seq)
         case TrainerRestored(candidate=candidate):
             training.base = candidate

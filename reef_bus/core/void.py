@@ -14,6 +14,8 @@ from reef_bus.events import (
     CandidateRejected,
     CandidateSelected,
     EngineJoined,
+    JobAmbiguous,
+    JobDiscarded,
     JobDispatched,
     JobDropped,
     JobStarted,
@@ -49,6 +51,8 @@ class Tail(msgspec.Struct):
 
 def why_void(tail: Tail, recorded: Recorded) -> str:
     """Why every reader must ignore this event, or an empty string."""
+    if recorded.event.family == "operator":
+        return ""  # requests: compared with nothing, and never facts
     if recorded.prev != tail.seq:
         return f"its prev is {recorded.prev}, the family's last stored event is {tail.seq}"
     return _why_boot(tail, recorded) or _why_state(tail, recorded)
@@ -82,7 +86,10 @@ def _why_state(tail: Tail, recorded: Recorded) -> str:
             | CandidateRejected(candidate=candidate)
         ):
             return _unless(bool(tail.open) and tail.candidate == candidate, "no such candidate is open")
-        case JobDropped(job=job):
+        case JobAmbiguous(job=job, attempt=attempt):
+            ok = tail.open == job and not tail.candidate and attempt == tail.attempt > 0
+            return _unless(ok, "no such attempt of a job is open")
+        case JobDropped(job=job) | JobDiscarded(job=job):
             return _unless(tail.open == job, "no such job is open")
         case (
             TransferAborted(publication=publication, attempt=attempt)
@@ -117,5 +124,7 @@ def advance(tail: Tail, recorded: Recorded, *, void: bool) -> None:
             tail.open, tail.attempt = publication, attempt
         case TransferAborted(next_attempt=attempt):
             tail.attempt = attempt
-        case CandidateSelected() | CandidateRejected() | JobDropped() | ReleaseCommitted() | PublicationHalted():
+        case CandidateSelected() | CandidateRejected() | JobDropped() | JobDiscarded():
+            tail.open, tail.attempt, tail.candidate = "", 0, ""
+        case ReleaseCommitted() | PublicationHalted():
             tail.open, tail.attempt, tail.candidate = "", 0, ""

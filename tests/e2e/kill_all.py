@@ -16,11 +16,10 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
 from consumers.reef_supervisor.role import components
-from reef_bus.config import Config
 from reef_bus.events import CATALOGUE, Recorded
 from tests.e2e.live import CONFIG, Live, kill_at, live, recovered
 
-ROLES = (*components(Config()), "nats")
+ROLES = (*components(CONFIG), "nats")
 RELEASE = (
     "JobDispatched",
     "JobStarted",

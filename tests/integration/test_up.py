@@ -72,7 +72,7 @@ def test_up_serves_from_a_yaml_file_and_ends_in_order_on_ctrl_c(tmp_path: Path) 
     with command("up", "-c", str(file), "--set", "training.group-size=4") as up:
         assert answers(f"http://127.0.0.1:{port}", up) == 200
         children = psutil.Process(up.pid).children(recursive=True)
-        assert len(children) == 5  # nats-server, trainer, engine-a, publisher, gateway
+        assert len(children) == 6  # nats-server, trainer, engine-a, two publishers, gateway
         second = subprocess.run(
             [sys.executable, "-m", "reef_bus.cli", "up", "-c", str(file)], capture_output=True, text=True, check=False
         )
@@ -83,7 +83,7 @@ def test_up_serves_from_a_yaml_file_and_ends_in_order_on_ctrl_c(tmp_path: Path) 
     assert up.returncode == 0, err
     assert "Traceback" not in err and "EngineJoined" in out
     assert not [child for child in children if child.is_running() and child.status() != psutil.STATUS_ZOMBIE]
-    for component in ("trainer", "engine-a", "publisher", "gateway"):
+    for component in ("trainer", "engine-a", "publisher", "publisher-2", "gateway"):
         assert "ends, as asked" in (state / "logs" / f"{component}.log").read_text()
 
 
@@ -108,9 +108,9 @@ def test_a_role_alone_ends_with_0_on_sigterm_and_its_log_goes_to_stderr(tmp_path
     with command("up", "-c", str(file)) as up:
         assert answers(f"http://127.0.0.1:{port}", up) == 200
         running = tmp_path / "state" / "run" / "deployment.json"
-        with command("run", "publisher", "-c", str(running), "--id", "publisher-2", "--json") as second:
+        with command("run", "publisher", "-c", str(running), "--id", "publisher-3", "--json") as second:
             for _ in range(100):
-                if (tmp_path / "state" / "locks" / "publisher-2.lock").exists():
+                if (tmp_path / "state" / "locks" / "publisher-3.lock").exists():
                     break
                 time.sleep(0.1)
             time.sleep(1.0)

@@ -26,6 +26,7 @@ from reef_bus.events import (
     EngineFenced,
     EngineJoined,
     Evidence,
+    JobDiscarded,
     JobDispatched,
     JobDropped,
     LogOpened,
@@ -36,6 +37,7 @@ from reef_bus.events import (
     ReceiverVerified,
     Recorded,
     ReleaseCommitted,
+    RollbackRequested,
     ScenarioRegistered,
     TargetPersisted,
     TransferAborted,
@@ -91,6 +93,8 @@ class Ledger(msgspec.Struct, kw_only=True):
     ended: dict[str, str] = {}
     refused: dict[str, int] = {}
     targeted: dict[str, int] = {}
+    releases: dict[str, str] = {}
+    rollbacks: dict[int, RollbackRequested] = {}
     publications: dict[str, str] = {}
     open: Open | None = None
     job: str = ""
@@ -114,6 +118,8 @@ def note(ledger: Ledger, recorded: Recorded) -> None:
             _release(ledger, recorded)
         case "deployment" if isinstance(recorded.event, LogOpened):
             ledger.incarnation = recorded.event.incarnation
+        case "operator" if isinstance(recorded.event, RollbackRequested):
+            ledger.rollbacks[recorded.seq] = recorded.event
 
 
 def _engine(ledger: Ledger, recorded: Recorded) -> None:
@@ -157,13 +163,14 @@ def _train(ledger: Ledger, recorded: Recorded) -> None:
             ledger.contents.setdefault(event.candidate, Content(event.base, event.manifest, event.weights))
         case CandidateSelected(candidate=candidate):
             ledger.job, ledger.selected[candidate] = "", recorded.seq
-        case CandidateRejected() | JobDropped():
+        case CandidateRejected() | JobDropped() | JobDiscarded():
             ledger.job = ""
 
 
 def _register(ledger: Ledger, seq: int, event: ScenarioRegistered) -> None:
     ledger.head, ledger.head_candidate = str(LoadId(ledger.incarnation, 0)), BASE
     ledger.contents[BASE] = Content("", event.manifest, event.weights)
+    ledger.releases[ledger.head] = BASE
     ledger.digests[ledger.head] = event.manifest
     ledger.selected[BASE], ledger.ended[BASE] = seq, "committed"
 
@@ -178,8 +185,10 @@ def _release(ledger: Ledger, recorded: Recorded) -> None:
         case ReleaseCommitted() as event:
             _commit(ledger, seq, event)
         case PublicationHalted() if ledger.open:
-            ledger.ended[ledger.open.target.candidate], ledger.open = "halted", None
-        case PublicationRefused() as event:
+            if not ledger.open.target.request:
+                ledger.ended[ledger.open.target.candidate] = "halted"
+            ledger.open = None
+        case PublicationRefused(request=0) as event:
             if event.candidate in ledger.targeted:
                 text = f"candidate {event.candidate} is refused at {seq}, after its target had raised a fence"
                 ledger.findings.add(10, text, [ledger.targeted[event.candidate], seq])
@@ -235,6 +244,9 @@ def _wrong_ancestry(ledger: Ledger, event: TargetPersisted) -> Wrong:
     """Invariant 5: the parent is the head, and the base chain reaches it through superseded candidates only."""
     if event.parent != ledger.head:
         yield 5, f"with parent {event.parent}; the head is {ledger.head}"
+    if event.request:
+        yield from _wrong_rollback(ledger, event)
+        return
     content = ledger.contents.get(event.candidate)
     if content is None or event.candidate not in ledger.selected:
         yield "decision", "which no trainer had selected"
@@ -246,6 +258,17 @@ def _wrong_ancestry(ledger: Ledger, event: TargetPersisted) -> Wrong:
         yield 5, f"whose base chain ends at {base}; the head {ledger.head} is {ledger.head_candidate}"
 
 
+def _wrong_rollback(ledger: Ledger, event: TargetPersisted) -> Wrong:
+    """What a person asked for, on the head that it meets: content that was committed before."""
+    asked = ledger.rollbacks.pop(event.request, None)
+    if asked is None:
+        yield 11, f"as the rollback asked for at {event.request}; nobody did, or it was answered before"
+    elif asked.head != ledger.head:
+        yield 11, f"as a rollback that was decided on {asked.head}; the head is {ledger.head}"
+    elif ledger.releases.get(asked.release) != event.candidate:
+        yield 5, f"as the rollback to {asked.release}, which is {ledger.releases.get(asked.release)}"
+
+
 # -- a commit
 
 
@@ -254,6 +277,7 @@ def _commit(ledger: Ledger, seq: int, event: ReleaseCommitted) -> None:
         ledger.findings.add(invariant, f"LOG {seq} commits {event.load_id}, {text}", [seq])
     ledger.commits, ledger.proofs = ledger.commits + 1, ledger.proofs + len(event.evidence)
     ledger.head, ledger.head_candidate, ledger.open = event.load_id, event.candidate, None
+    ledger.releases[event.load_id] = event.candidate
     ledger.ended[event.candidate] = "committed"
 
 

@@ -130,15 +130,16 @@ def read_export(path: Path | str) -> History:
     ContractError, naming the line, for a line that is cut off or cannot be read."""
     streams: dict[str, list[Recorded]] = {LOG: [], RECORDS: []}
     batches: dict[str, Consumption | Unread] = {}
-    number = 0
+    lines = 0
     try:
         with open(path, "rb") as file:
-            for number, line in enumerate(file, 1):
+            for line in file:
+                lines += 1
                 _take(line, streams, batches)
     except OSError as error:
         raise Rejected(f"cannot read {path}: {error.strerror}; `reef-bus export -o FILE` writes one", 404) from error
     except ContractError as error:
-        raise ContractError(f"{path}, line {number}: {error}", error.seq) from error
+        raise ContractError(f"{path}, line {lines}: {error}", error.seq) from error
     return History(tuple(streams[LOG]), tuple(streams[RECORDS]), batches or None)
 
 

@@ -21,8 +21,8 @@ from reef_bus.errors import ReefError, Rejected, Unavailable
 
 OK, NOT_IN_ORDER, MISTAKE, NO_ANSWER, INTERRUPTED = 0, 1, 2, 3, 130
 COMMANDS = "reef_bus.commands"
-EXTRAS = {"aiohttp": "serve", "yaml": "serve", "xxhash": "weights", "safetensors": "weights", "torch": "torch"}
-EXTRAS |= {"numpy": "torch", "rich": "demo", "psutil": "demo"}
+EXTRAS = {"aiohttp": "serve", "prometheus_client": "serve", "yaml": "serve", "xxhash": "weights"}
+EXTRAS |= {"safetensors": "weights", "torch": "torch", "numpy": "torch", "rich": "demo", "psutil": "demo"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

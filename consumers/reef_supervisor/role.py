@@ -36,8 +36,7 @@ MAX_SERVER_STARTS = 20  # of the embedded server, per supervisor: beyond, its di
 
 def components(config: Config) -> dict[str, str]:
     """Component id → role, in the order in which they are started."""
-    engines = dict.fromkeys(config.inference.engines, "engine")
-    return {"trainer": "trainer", **engines, "publisher": "publisher", "gateway": "gateway"}
+    return config.components()
 
 
 class Supervisor(Role):

@@ -26,6 +26,7 @@ from reef_bus.events import (
 )
 
 MAX_ATTEMPTS = 3
+SUPERSEDED = "superseded"  # the one refusal through which a base chain may still reach the head
 
 
 class Release(msgspec.Struct, kw_only=True):
@@ -60,10 +61,11 @@ class Publication(msgspec.Struct, kw_only=True):
     transport: str
     mode: str
     pause: str
+    request: int = 0
 
 
 class Publications(msgspec.Struct):
-    """Everything that the `release` family says. `ended` maps a candidate to committed, refused or halted."""
+    """Everything that the `release` family says. `ended`: by candidate, committed, halted, refused or superseded."""
 
     open: Publication | None = None
     head: Release | None = None
@@ -117,6 +119,7 @@ def _target(publications: Publications, recorded: Recorded, event: TargetPersist
         transport=event.transport,
         mode=event.mode,
         pause=event.pause,
+        request=event.request,
     )
 
 
@@ -140,17 +143,18 @@ def _commit(publications: Publications, recorded: Recorded, event: ReleaseCommit
         time=recorded.time,
     )
     publications.releases[open_.load_id] = publications.head
-    _end(publications, recorded.seq, open_.candidate, "committed")
+    _end(publications, recorded.seq, open_, "committed")
 
 
 def _halt(publications: Publications, recorded: Recorded, event: PublicationHalted) -> None:
     if open_ := publications.open:
         _exclude(publications, recorded.seq, event.excluded)
-        _end(publications, recorded.seq, open_.candidate, "halted")
+        _end(publications, recorded.seq, open_, "halted")
 
 
 def _refuse(publications: Publications, recorded: Recorded, event: PublicationRefused) -> None:
-    publications.ended[event.candidate] = "refused"
+    if not event.request:
+        publications.ended[event.candidate] = SUPERSEDED if event.reason == SUPERSEDED else "refused"
 
 
 def _exclude_one(publications: Publications, recorded: Recorded, event: EngineExcluded) -> None:
@@ -167,8 +171,10 @@ CHANGES: Mapping[type[Event], Callable[[Publications, Recorded, Any], None]] = {
 }
 
 
-def _end(publications: Publications, seq: int, candidate: str, how: str) -> None:
-    publications.ended[candidate] = how
+def _end(publications: Publications, seq: int, publication: Publication, how: str) -> None:
+    """A rollback decides nothing about the candidate whose content it brings back."""
+    if not publication.request:
+        publications.ended[publication.candidate] = how
     publications.open, publications.ended_seq = None, seq
 
 

@@ -18,6 +18,8 @@ from reef_bus.events import (
     CandidateRejected,
     CandidateSelected,
     Event,
+    JobAmbiguous,
+    JobDiscarded,
     JobDispatched,
     JobDropped,
     JobStarted,
@@ -46,7 +48,8 @@ class Candidate(msgspec.Struct, kw_only=True):
 
 
 class Job(msgspec.Struct, kw_only=True):
-    """The open job. `attempt` 0: not started; `boot` started the current attempt."""
+    """The open job. `attempt` 0: not started; `boot` started the current attempt, `in_place` if its backend changes its
+    incumbent; `ambiguous` is the sequence since which nobody knows what that did."""
 
     id: str
     step: int
@@ -56,6 +59,8 @@ class Job(msgspec.Struct, kw_only=True):
     attempt: int = 0
     boot: str = ""
     started: int = 0
+    in_place: bool = False
+    ambiguous: int = 0
     candidate: str = ""
     ready: int = 0
     evaluated: int = 0
@@ -85,6 +90,7 @@ class Training(msgspec.Struct):
     joined: int = 0
     backend: str = ""
     offers: tuple[str, ...] = ()
+    mutates_in_place: bool = False
     scenario: str = ""
     model: str = ""
     registered: int = 0
@@ -108,6 +114,7 @@ def evolve(training: Training, recorded: Recorded) -> None:
 def _join(training: Training, recorded: Recorded, event: TrainerJoined) -> None:
     training.boot, training.joined = recorded.boot, recorded.seq
     training.backend, training.offers = event.backend, event.offers
+    training.mutates_in_place = event.mutates_in_place
 
 
 def _register(training: Training, recorded: Recorded, event: ScenarioRegistered) -> None:
@@ -134,6 +141,12 @@ def _dispatch(training: Training, recorded: Recorded, event: JobDispatched) -> N
 def _start(training: Training, recorded: Recorded, event: JobStarted) -> None:
     if job := training.job:
         job.attempt, job.boot, job.started = event.attempt, recorded.boot, recorded.seq
+        job.in_place, job.ambiguous = training.mutates_in_place, 0
+
+
+def _doubt(training: Training, recorded: Recorded, event: JobAmbiguous) -> None:
+    if job := training.job:
+        job.ambiguous = recorded.seq
 
 
 def _ready(training: Training, recorded: Recorded, event: CandidateReady) -> None:
@@ -169,7 +182,7 @@ def _reject(training: Training, recorded: Recorded, event: CandidateRejected) ->
     training.job, training.closed = None, recorded.seq
 
 
-def _drop(training: Training, recorded: Recorded, event: JobDropped) -> None:
+def _drop(training: Training, recorded: Recorded, event: JobDropped | JobDiscarded) -> None:
     training.job, training.closed = None, recorded.seq
 
 
@@ -208,11 +221,13 @@ CHANGES: Mapping[type[Event], Callable[[Training, Recorded, Any], None]] = {
     ScenarioRegistered: _register,
     JobDispatched: _dispatch,
     JobStarted: _start,
+    JobAmbiguous: _doubt,
     CandidateReady: _ready,
     CandidateEvaluated: _evaluate,
     CandidateSelected: _select,
     CandidateRejected: _reject,
     JobDropped: _drop,
+    JobDiscarded: _drop,
     TrainerRestored: _restore,
     SenderReady: _offer,
     SenderFailed: _fail,

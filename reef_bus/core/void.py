@@ -18,6 +18,8 @@ from reef_bus.events import (
     CandidateSelected,
     EngineJoined,
     Event,
+    JobAmbiguous,
+    JobDiscarded,
     JobDispatched,
     JobDropped,
     JobStarted,
@@ -53,9 +55,11 @@ class Tail(msgspec.Struct):
 
 def why_void(tail: Tail, recorded: Recorded) -> str:
     """Why every reader must ignore this event, or an empty string."""
+    kind = type(recorded.event)
+    if kind.family == "operator":
+        return ""  # requests: compared with nothing, and never facts
     if recorded.prev != tail.seq:
         return f"its prev is {recorded.prev}, the family's last stored event is {tail.seq}"
-    kind = type(recorded.event)
     if kind.family in ("train", "engine") and (why := _why_boot(tail, recorded)):
         return why
     clause = CLAUSES.get(kind)
@@ -86,7 +90,7 @@ def _job_may_start(tail: Tail, event: JobStarted) -> str:
     return "" if ok else "no such job to start"
 
 
-def _job_is_under_way(tail: Tail, event: CandidateReady) -> str:
+def _job_is_under_way(tail: Tail, event: CandidateReady | JobAmbiguous) -> str:
     ok = tail.open == event.job and not tail.candidate and event.attempt == tail.attempt > 0
     return "" if ok else "no such attempt of a job is open"
 
@@ -95,7 +99,7 @@ def _candidate_is_open(tail: Tail, event: CandidateEvaluated | CandidateSelected
     return "" if tail.open and tail.candidate == event.candidate else "no such candidate is open"
 
 
-def _job_is_open(tail: Tail, event: JobDropped) -> str:
+def _job_is_open(tail: Tail, event: JobDropped | JobDiscarded) -> str:
     return "" if tail.open == event.job else "no such job is open"
 
 
@@ -109,11 +113,13 @@ CLAUSES: Mapping[type[Event], Callable[[Tail, Any], str]] = {
     TargetPersisted: _nothing_is_open,
     ScenarioRegistered: _no_scenario_is_registered,
     JobStarted: _job_may_start,
+    JobAmbiguous: _job_is_under_way,
     CandidateReady: _job_is_under_way,
     CandidateEvaluated: _candidate_is_open,
     CandidateSelected: _candidate_is_open,
     CandidateRejected: _candidate_is_open,
     JobDropped: _job_is_open,
+    JobDiscarded: _job_is_open,
     TransferAborted: _attempt_is_open,
     PublicationHalted: _attempt_is_open,
     ReleaseCommitted: _attempt_is_open,
@@ -174,6 +180,7 @@ MOVES: Mapping[type[Event], Callable[[Tail, Recorded, Any], None]] = {
     CandidateSelected: _close,
     CandidateRejected: _close,
     JobDropped: _close,
+    JobDiscarded: _close,
     TargetPersisted: _open_publication,
     TransferAborted: _retry,
     ReleaseCommitted: _close,

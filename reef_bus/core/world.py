@@ -11,10 +11,11 @@ from typing import Any, NoReturn
 
 import msgspec
 
-from reef_bus.core import membership, publication, training
+from reef_bus.core import membership, publication, requests, training
 from reef_bus.core.ids import LoadId
 from reef_bus.core.membership import Membership
-from reef_bus.core.publication import Publications
+from reef_bus.core.publication import SUPERSEDED, Publications
+from reef_bus.core.requests import Request
 from reef_bus.core.training import Training, links
 from reef_bus.core.void import RULES, Tail, advance, why_void
 from reef_bus.errors import ContractError
@@ -61,6 +62,7 @@ class World(msgspec.Struct):
     publications: Publications = msgspec.field(default_factory=Publications)
     membership: Membership = msgspec.field(default_factory=Membership)
     components: dict[str, Component] = {}
+    requests: dict[int, Request] = {}
 
     def tail(self, family: str) -> int:
         """The sequence of the family's last stored event: what the next one names as `prev`."""
@@ -102,6 +104,12 @@ def _evolve(world: World, recorded: Recorded) -> None:
             membership.evolve(world.membership, recorded)
         case "deployment":
             _deployment(world, recorded)
+        case "operator":
+            asked = requests.request(recorded)
+            why = refusal(world, asked) or _moved(world, asked)
+            world.requests[recorded.seq] = msgspec.structs.replace(asked, refused=why)
+    if world.requests:
+        requests.answered(world.requests, event)
 
 
 def _deployment(world: World, recorded: Recorded) -> None:
@@ -157,6 +165,13 @@ def _check_candidate(world: World, recorded: Recorded, event: CandidateReady) ->
 
 
 def _check_target(world: World, recorded: Recorded, event: TargetPersisted) -> None:
+    if event.sender == "artifact":
+        _check_rollback(world, recorded, event)
+    else:
+        _check_update(world, recorded, event)
+
+
+def _check_update(world: World, recorded: Recorded, event: TargetPersisted) -> None:
     candidate, head = world.training.candidates.get(event.candidate), world.publications.head
     if candidate is None or not candidate.selected or head is None:
         _contradiction(recorded, f"candidate {event.candidate} was not selected")
@@ -165,8 +180,25 @@ def _check_target(world: World, recorded: Recorded, event: TargetPersisted) -> N
     elif (event.manifest, event.weights) != (candidate.manifest, candidate.weights):
         found = f"manifest {event.manifest} in blob {event.weights.digest}"
         _contradiction(recorded, f"it names {found}, its candidate {candidate.manifest} in {candidate.weights.digest}")
-    if world.publications.ended.get(event.candidate) in ("halted", "refused"):
+    if world.publications.ended.get(event.candidate) in ("halted", "refused", SUPERSEDED):
         _contradiction(recorded, f"candidate {event.candidate} was {world.publications.ended[event.candidate]}")
+    _check_attempt(world, recorded, event)
+
+
+def _check_rollback(world: World, recorded: Recorded, event: TargetPersisted) -> None:
+    """Old content under a new load id: what was committed before, and what somebody asked for."""
+    head, asked = world.publications.head, world.requests.get(event.request)
+    release = world.publications.releases.get(asked.about) if asked and asked.name == "RollbackRequested" else None
+    if asked is None or release is None:
+        _contradiction(recorded, f"no rollback was asked for at {event.request}, or it was answered before")
+    if head is None or event.parent != head.load_id or asked.head != head.load_id:
+        _contradiction(recorded, f"the rollback at {event.request} was decided on {asked.head}, which is not the head")
+    if (event.candidate, event.manifest, event.weights) != (release.candidate, release.manifest, release.weights):
+        _contradiction(recorded, f"it names {event.candidate} {event.manifest}, release {release.load_id} is another")
+    _check_attempt(world, recorded, event)
+
+
+def _check_attempt(world: World, recorded: Recorded, event: TargetPersisted) -> None:
     if event.attempt != 1:
         _contradiction(recorded, f"its first attempt is number {event.attempt}")
     if event.load_id != str(LoadId(world.incarnation, world.publications.sequence + 1)):
@@ -227,9 +259,12 @@ def agrees(report: membership.Report, target: publication.Publication) -> bool:
 
 
 def reaches_head(world: World, candidate: str) -> bool:
-    """The candidate's base is the head's content."""
-    head, found = world.publications.head, world.training.candidates.get(candidate)
-    return head is not None and found is not None and found.base == head.candidate
+    """The candidate's base chain leads to the head's content, through superseded candidates only."""
+    head, known = world.publications.head, world.training.candidates
+    base = known[candidate].base if candidate in known else ""
+    while head is not None and base != head.candidate and world.publications.ended.get(base) == SUPERSEDED:
+        base = known[base].base
+    return head is not None and base == head.candidate
 
 
 def can_still_reach(world: World, candidate: str) -> bool:
@@ -237,10 +272,39 @@ def can_still_reach(world: World, candidate: str) -> bool:
     head, ended = world.publications.head, world.publications.ended
     while head is not None and candidate != head.candidate:
         found = world.training.candidates.get(candidate)
-        if found is None or not found.base or candidate in ended or not found.selected:
+        if found is None or not found.base or not found.selected or ended.get(candidate, SUPERSEDED) != SUPERSEDED:
             return False
         candidate = found.base
     return head is not None
+
+
+def refusal(world: World, asked: Request) -> str:
+    """Why the request cannot be met by the world as it is; empty while it can."""
+    training_, published, about = world.training, world.publications, asked.about
+    job = training_.job
+    match asked.name:
+        case "RollbackRequested":
+            return _moved(world, asked) or ("" if about in published.releases else "unknown_release")
+        case "PromotionRequested":
+            held = job is not None and job.candidate == about and job.evaluated
+            return "" if held else "not_held"
+        case "JobDiscardRequested":
+            return "" if job is not None and job.id == about else "not_open"
+        case "JobRestoreRequested":
+            return "" if job is not None and job.id == about and job.ambiguous else "not_ambiguous"
+        case "EngineRetireRequested":
+            there = any(e.boot == about and not e.left for e in world.membership.engines.values())
+            return "" if there and about not in published.excluded else "not_there"
+        case "PublicationHaltRequested":
+            return "" if published.open and published.open.id == about else "not_open"
+        case "RecoveryResumeRequested":
+            return "" if about in world.components and world.components[about].halted else "not_halted"
+    raise AssertionError(asked.name)
+
+
+def _moved(world: World, asked: Request) -> str:
+    head = world.publications.head
+    return "" if asked.head == (head.load_id if head else "") else "head_moved"
 
 
 def lag(world: World, load_id: str, base: str, limit: int) -> int | None:

@@ -157,6 +157,7 @@ def test_every_role_is_started_and_the_gateway_last() -> None:
         "engine-0": "engine",
         "engine-1": "engine",
         "publisher": "publisher",
+        "publisher-2": "publisher",
         "gateway": "gateway",
     }
     assert list(components(Config()))[-1] == "gateway"

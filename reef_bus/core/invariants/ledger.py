@@ -26,6 +26,7 @@ from reef_bus.events import (
     EngineJoined,
     Event,
     Evidence,
+    JobDiscarded,
     JobDispatched,
     JobDropped,
     LogOpened,
@@ -36,6 +37,7 @@ from reef_bus.events import (
     ReceiverVerified,
     Recorded,
     ReleaseCommitted,
+    RollbackRequested,
     ScenarioRegistered,
     TargetPersisted,
     TransferAborted,
@@ -91,6 +93,8 @@ class Ledger(msgspec.Struct, kw_only=True):
     ended: dict[str, str] = {}
     refused: dict[str, int] = {}
     targeted: dict[str, int] = {}
+    releases: dict[str, str] = {}
+    rollbacks: dict[int, RollbackRequested] = {}
     publications: dict[str, str] = {}
     open: Open | None = None
     job: str = ""
@@ -112,6 +116,10 @@ def note(ledger: Ledger, recorded: Recorded) -> None:
 
 def _open_log(ledger: Ledger, recorded: Recorded, event: LogOpened) -> None:
     ledger.incarnation = event.incarnation
+
+
+def _ask(ledger: Ledger, recorded: Recorded, event: RollbackRequested) -> None:
+    ledger.rollbacks[recorded.seq] = event
 
 
 # -- what engines say
@@ -147,6 +155,7 @@ def _fence(ledger: Ledger, recorded: Recorded, event: EngineFenced) -> None:
 def _register(ledger: Ledger, recorded: Recorded, event: ScenarioRegistered) -> None:
     ledger.head, ledger.head_candidate = str(LoadId(ledger.incarnation, 0)), BASE
     ledger.contents[BASE] = Content("", event.manifest, event.weights)
+    ledger.releases[ledger.head] = BASE
     ledger.digests[ledger.head] = event.manifest
     ledger.selected[BASE], ledger.ended[BASE] = recorded.seq, "committed"
 
@@ -168,7 +177,7 @@ def _select(ledger: Ledger, recorded: Recorded, event: CandidateSelected) -> Non
     ledger.job, ledger.selected[event.candidate] = "", recorded.seq
 
 
-def _close_job(ledger: Ledger, recorded: Recorded, event: CandidateRejected | JobDropped) -> None:
+def _close_job(ledger: Ledger, recorded: Recorded, event: CandidateRejected | JobDropped | JobDiscarded) -> None:
     ledger.job = ""
 
 
@@ -182,11 +191,15 @@ def _abort(ledger: Ledger, recorded: Recorded, event: TransferAborted) -> None:
 
 def _halt(ledger: Ledger, recorded: Recorded, event: PublicationHalted) -> None:
     if ledger.open:
-        ledger.ended[ledger.open.target.candidate], ledger.open = "halted", None
+        if not ledger.open.target.request:
+            ledger.ended[ledger.open.target.candidate] = "halted"
+        ledger.open = None
 
 
 def _refuse(ledger: Ledger, recorded: Recorded, event: PublicationRefused) -> None:
     seq = recorded.seq
+    if event.request:
+        return
     if event.candidate in ledger.targeted:
         text = f"candidate {event.candidate} is refused at {seq}, after its target had raised a fence"
         ledger.findings.add(10, text, [ledger.targeted[event.candidate], seq])
@@ -243,6 +256,9 @@ def _wrong_ancestry(ledger: Ledger, event: TargetPersisted) -> Wrong:
     """Invariant 5: the parent is the head, and the base chain reaches it through superseded candidates only."""
     if event.parent != ledger.head:
         yield 5, f"with parent {event.parent}; the head is {ledger.head}"
+    if event.request:
+        yield from _wrong_rollback(ledger, event)
+        return
     content = ledger.contents.get(event.candidate)
     if content is None or event.candidate not in ledger.selected:
         yield "decision", "which no trainer had selected"
@@ -254,6 +270,17 @@ def _wrong_ancestry(ledger: Ledger, event: TargetPersisted) -> Wrong:
         yield 5, f"whose base chain ends at {base}; the head {ledger.head} is {ledger.head_candidate}"
 
 
+def _wrong_rollback(ledger: Ledger, event: TargetPersisted) -> Wrong:
+    """What a person asked for, on the head that it meets: content that was committed before."""
+    asked = ledger.rollbacks.pop(event.request, None)
+    if asked is None:
+        yield 11, f"as the rollback asked for at {event.request}; nobody did, or it was answered before"
+    elif asked.head != ledger.head:
+        yield 11, f"as a rollback that was decided on {asked.head}; the head is {ledger.head}"
+    elif ledger.releases.get(asked.release) != event.candidate:
+        yield 5, f"as the rollback to {asked.release}, which is {ledger.releases.get(asked.release)}"
+
+
 # -- a commit
 
 
@@ -262,6 +289,7 @@ def _commit(ledger: Ledger, recorded: Recorded, event: ReleaseCommitted) -> None
         ledger.findings.add(invariant, f"LOG {recorded.seq} commits {event.load_id}, {text}", [recorded.seq])
     ledger.commits, ledger.proofs = ledger.commits + 1, ledger.proofs + len(event.evidence)
     ledger.head, ledger.head_candidate, ledger.open = event.load_id, event.candidate, None
+    ledger.releases[event.load_id] = event.candidate
     ledger.ended[event.candidate] = "committed"
 
 
@@ -312,6 +340,7 @@ def _wrong_order(ledger: Ledger, open_: Open) -> Wrong:
 
 ENTRIES: Mapping[type[Event], Callable[[Ledger, Recorded, Any], None]] = {
     LogOpened: _open_log,
+    RollbackRequested: _ask,
     EngineJoined: _join,
     EngineFenced: _fence,
     ReceiverVerified: _report,
@@ -322,6 +351,7 @@ ENTRIES: Mapping[type[Event], Callable[[Ledger, Recorded, Any], None]] = {
     CandidateSelected: _select,
     CandidateRejected: _close_job,
     JobDropped: _close_job,
+    JobDiscarded: _close_job,
     TargetPersisted: _target,
     TransferAborted: _abort,
     ReleaseCommitted: _commit,

@@ -90,6 +90,7 @@ async def deployment(
         supervisor = Watched(config, path, Me("supervisor", lock.token), extra)
         if watcher:
             supervisor.watcher = watcher
+        await journal.beats(supervisor.hear)
         running = Deployment(config, journal, supervisor, server)
         stack.push_async_callback(supervisor.stop)
         for part in (running.runner.run(), *([watch(server)] if server else [])):

@@ -29,7 +29,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Engine(msgspec.Struct, kw_only=True):
-    """One engine id and its current boot. `verified` is this boot's last proof since its last fence, by any way."""
+    """One engine id and its current boot. `verified` is this boot's last proof since its last fence, by any way; `left`
+    the broker time (ns) at which it left."""
 
     id: str
     boot: str
@@ -37,7 +38,7 @@ class Engine(msgspec.Struct, kw_only=True):
     url: str
     backend: str
     accepts: tuple[str, ...]
-    left: bool = False
+    left: int = 0
     fenced: int = 0
     verified: Report | None = None
     reported: int = 0
@@ -93,7 +94,7 @@ def evolve(membership: Membership, recorded: Recorded) -> None:
             membership.engines[failed.engine].verified = None
             _remember(membership, recorded, failed, report)
         case EngineLeft(engine=id_):
-            membership.engines[id_].left = True
+            membership.engines[id_].left = recorded.time
 
 
 def _remember(

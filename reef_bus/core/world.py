@@ -10,39 +10,25 @@ from typing import NoReturn
 
 import msgspec
 
-from reef_bus.core import membership, publication, training
+from reef_bus.core import membership, publication, supervision, training
 from reef_bus.core.ids import LoadId
 from reef_bus.core.membership import Membership
 from reef_bus.core.publication import Publications
+from reef_bus.core.supervision import Component
 from reef_bus.core.training import Training, links
 from reef_bus.core.void import RULES, Tail, advance, why_void
 from reef_bus.errors import ContractError
 from reef_bus.events import (
     CandidateReady,
-    ComponentLost,
-    ComponentStarted,
     JobDispatched,
     LogOpened,
     Recorded,
-    RecoveryHalted,
     ReleaseCommitted,
     ScenarioRegistered,
     TargetPersisted,
     TrainerRestored,
     TransferAborted,
 )
-
-
-class Component(msgspec.Struct, kw_only=True):
-    """A process that a supervisor runs. Its last end was recorded at `ended` (sequence) and `ended_time`; `halted` is
-    the supervisor boot that gave it up, `lost` the broker times (ns) of its failures since it was last given up."""
-
-    starts: int = 0
-    ended: int = 0
-    ended_time: int = 0
-    running: bool = False
-    halted: str = ""
-    lost: list[int] = []
 
 
 class World(msgspec.Struct):
@@ -58,6 +44,7 @@ class World(msgspec.Struct):
     publications: Publications = msgspec.field(default_factory=Publications)
     membership: Membership = msgspec.field(default_factory=Membership)
     components: dict[str, Component] = {}
+    resumes: dict[str, int] = {}
 
     def tail(self, family: str) -> int:
         """The sequence of the family's last stored event: what the next one names as `prev`."""
@@ -97,26 +84,10 @@ def _evolve(world: World, recorded: Recorded) -> None:
             publication.evolve(world.publications, recorded)
         case "engine":
             membership.evolve(world.membership, recorded)
-        case "deployment":
-            _deployment(world, recorded)
-
-
-def _deployment(world: World, recorded: Recorded) -> None:
-    match recorded.event:
-        case LogOpened(incarnation=incarnation):
-            world.incarnation = incarnation
-        case ComponentStarted(component=name, starts=starts):
-            component = world.components.setdefault(name, Component())
-            component.starts, component.running, component.halted = starts, True, ""
-        case ComponentLost(component=name, exit=status):
-            component = world.components.setdefault(name, Component())
-            component.running, component.ended, component.ended_time = False, recorded.seq, recorded.time
-            if status:
-                component.lost.append(recorded.time)
-        case RecoveryHalted(component=name):
-            component = world.components.setdefault(name, Component())
-            component.halted = recorded.boot
-            component.lost.clear()
+        case "deployment" | "operator":
+            if isinstance(event, LogOpened):
+                world.incarnation = event.incarnation
+            supervision.evolve(world.components, world.resumes, recorded)
 
 
 def _check(world: World, recorded: Recorded) -> None:

@@ -106,6 +106,6 @@ async def answer(journal: JetStreamJournal, judge: Judge, request: int) -> Recor
     except TimeoutError:
         pass
     raise Unavailable(
-        f"request {request} is on the log, and nobody answered within {ANSWER_S:g} s. It stands; `reef-bus status` says "
-        f"who runs, `reef-bus log show {request}` what came of it"
+        f"request {request} is on the log, and nobody answered within {ANSWER_S:g} s. It stands; `reef-bus status` "
+        f"says who runs, `reef-bus log show {request}` what came of it"
     )

@@ -29,8 +29,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Engine(msgspec.Struct, kw_only=True):
-    """One engine id and its current boot. `verified` is this boot's last proof since its last fence, by any way; `left`
-    the broker time (ns) at which it left."""
+    """One engine id and its current boot. `verified` is this boot's last proof since its last fence, by any way; `out`
+    the broker time (ns) at which the boot left or was excluded."""
 
     id: str
     boot: str
@@ -38,7 +38,8 @@ class Engine(msgspec.Struct, kw_only=True):
     url: str
     backend: str
     accepts: tuple[str, ...]
-    left: int = 0
+    left: bool = False
+    out: int = 0
     fenced: int = 0
     verified: Report | None = None
     reported: int = 0
@@ -94,7 +95,8 @@ def evolve(membership: Membership, recorded: Recorded) -> None:
             membership.engines[failed.engine].verified = None
             _remember(membership, recorded, failed, report)
         case EngineLeft(engine=id_):
-            membership.engines[id_].left = recorded.time
+            engine = membership.engines[id_]
+            engine.left, engine.out = True, recorded.time
 
 
 def _remember(

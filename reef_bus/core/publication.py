@@ -59,8 +59,7 @@ class Publication(msgspec.Struct, kw_only=True):
 
 
 class Publications(msgspec.Struct):
-    """Everything that the `release` family says. `ended` maps a candidate to committed, refused or halted, `excluded` a
-    boot to the broker time (ns) of its exclusion."""
+    """Everything that the `release` family says. `ended` maps a candidate to committed, refused or halted."""
 
     open: Publication | None = None
     head: Release | None = None
@@ -93,18 +92,18 @@ def evolve(publications: Publications, recorded: Recorded) -> None:
         case TargetPersisted() as target:
             _target(publications, recorded, target)
         case TransferAborted() as aborted if publications.open:
-            _exclude(publications, recorded.time, aborted.excluded)
+            _exclude(publications, recorded.seq, aborted.excluded)
             publications.open.attempt, publications.open.members = aborted.next_attempt, aborted.members
             publications.open.attempt_seq, publications.open.attempt_time = recorded.seq, recorded.time
         case ReleaseCommitted() if publications.open:
             _commit(publications, recorded, publications.open)
         case PublicationHalted(excluded=excluded) if publications.open:
-            _exclude(publications, recorded.time, excluded)
+            _exclude(publications, recorded.seq, excluded)
             _end(publications, recorded.seq, publications.open.candidate, "halted")
         case PublicationRefused(candidate=candidate):
             publications.ended[candidate] = "refused"
         case EngineExcluded(engine=engine, boot=boot):
-            _exclude(publications, recorded.time, (Member(engine, boot),))
+            _exclude(publications, recorded.seq, (Member(engine, boot),))
 
 
 def _target(publications: Publications, recorded: Recorded, event: TargetPersisted) -> None:
@@ -149,6 +148,6 @@ def _end(publications: Publications, seq: int, candidate: str, how: str) -> None
     publications.open, publications.ended_seq = None, seq
 
 
-def _exclude(publications: Publications, time: int, members: tuple[Member, ...]) -> None:
+def _exclude(publications: Publications, seq: int, members: tuple[Member, ...]) -> None:
     for member in members:
-        publications.excluded.setdefault(member.boot, time)
+        publications.excluded.setdefault(member.boot, seq)

@@ -116,7 +116,7 @@ def _out_since(world: World, name: str, component: Component, seen: Seen) -> int
     if engine is None or seen.halted:
         return 0
     its = engine.boot == seen.boot if seen.owned else engine.joined > component.ended
-    return (engine.left or world.publications.excluded.get(engine.boot, 0)) if its else 0
+    return engine.out if its else 0
 
 
 def _announced(world: World, name: str, seen: Seen) -> bool:

@@ -20,8 +20,10 @@ from reef_bus.core.void import RULES, Tail, advance, why_void
 from reef_bus.errors import ContractError
 from reef_bus.events import (
     CandidateReady,
+    EngineExcluded,
     JobDispatched,
     LogOpened,
+    PublicationHalted,
     Recorded,
     ReleaseCommitted,
     ScenarioRegistered,
@@ -82,12 +84,21 @@ def _evolve(world: World, recorded: Recorded) -> None:
             if isinstance(event, TargetPersisted):
                 membership.forget_attempts(world.membership)
             publication.evolve(world.publications, recorded)
+            if isinstance(event, EngineExcluded | TransferAborted | PublicationHalted):
+                _cast_out(world, recorded.time)
         case "engine":
             membership.evolve(world.membership, recorded)
         case "deployment" | "operator":
             if isinstance(event, LogOpened):
                 world.incarnation = event.incarnation
             supervision.evolve(world.components, world.resumes, recorded)
+
+
+def _cast_out(world: World, time: int) -> None:
+    """Boots that are excluded, and were not before."""
+    for engine in world.membership.engines.values():
+        if not engine.out and engine.boot in world.publications.excluded:
+            engine.out = time
 
 
 def _check(world: World, recorded: Recorded) -> None:

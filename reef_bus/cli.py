@@ -122,6 +122,9 @@ def _parser() -> Parser:
     streams.add_argument(
         "what", choices=("plan", "apply"), help="apply creates what is missing, opens an empty log, changes nothing"
     )
+    resume = add("resume", "have a component started again that the supervisor gave up", _resume)
+    resume.add_argument("component", metavar="COMPONENT", help="its name, as `status` shows it")
+    _operator_options(resume)
     add("doctor", "what this machine has and lacks, and what is wrong with a deployment on it", _doctor)
     return parser
 
@@ -167,6 +170,11 @@ def _log_options(log: argparse.ArgumentParser) -> None:
     log.add_argument("--records", action="store_true", help="answers and reports instead of decisions")
 
 
+def _operator_options(request: argparse.ArgumentParser) -> None:
+    request.add_argument("--why", metavar="TEXT", required=True, help="the reason, for who reads the log later")
+    request.add_argument("--actor", metavar="NAME", default="", help="who asks (default: this system's user)")
+
+
 # -- commands
 
 
@@ -206,6 +214,12 @@ def _export(args: argparse.Namespace) -> int:
     from reef_bus import cli_audit
 
     return asyncio.run(cli_audit.export(args))
+
+
+def _resume(args: argparse.Namespace) -> int:
+    from reef_bus import cli_operator
+
+    return asyncio.run(cli_operator.resume(args))
 
 
 def _streams(args: argparse.Namespace) -> int:

@@ -90,6 +90,7 @@ async def deployment(
         supervisor = Watched(config, path, Me("supervisor", lock.token), extra)
         if watcher:
             supervisor.watcher = watcher
+        await journal.beats(supervisor.hear)
         running = Deployment(config, journal, supervisor, server)
         if config.metrics.port:
             from reef_bus import metrics  # an extra, and half a second of imports, for those who ask for it

@@ -33,7 +33,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Engine(msgspec.Struct, kw_only=True):
-    """One engine id and its current boot. `verified` is this boot's last proof since its last fence, by any way."""
+    """One engine id and its current boot. `verified` is this boot's last proof since its last fence, by any way; `out`
+    the broker time (ns) at which the boot left or was excluded."""
 
     id: str
     boot: str
@@ -42,6 +43,7 @@ class Engine(msgspec.Struct, kw_only=True):
     backend: str
     accepts: tuple[str, ...]
     left: bool = False
+    out: int = 0
     fenced: int = 0
     verified: Report | None = None
     reported: int = 0
@@ -114,7 +116,8 @@ def _remember(
 
 
 def _leave(membership: Membership, recorded: Recorded, event: EngineLeft) -> None:
-    membership.engines[event.engine].left = True
+    engine = membership.engines[event.engine]
+    engine.left, engine.out = True, recorded.time
 
 
 CHANGES: Mapping[type[Event], Callable[[Membership, Recorded, Any], None]] = {

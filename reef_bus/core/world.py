@@ -11,42 +11,30 @@ from typing import Any, NoReturn
 
 import msgspec
 
-from reef_bus.core import membership, publication, requests, training
+from reef_bus.core import membership, publication, requests, supervision, training
 from reef_bus.core.ids import LoadId
 from reef_bus.core.membership import Membership
 from reef_bus.core.publication import SUPERSEDED, Publications
 from reef_bus.core.requests import Request
+from reef_bus.core.supervision import Component
 from reef_bus.core.training import Training, links
 from reef_bus.core.void import RULES, Tail, advance, why_void
 from reef_bus.errors import ContractError
 from reef_bus.events import (
     CandidateReady,
-    ComponentLost,
-    ComponentStarted,
+    EngineExcluded,
     Event,
     JobDispatched,
     LogOpened,
     Member,
+    PublicationHalted,
     Recorded,
-    RecoveryHalted,
     ReleaseCommitted,
     ScenarioRegistered,
     TargetPersisted,
     TrainerRestored,
     TransferAborted,
 )
-
-
-class Component(msgspec.Struct, kw_only=True):
-    """A process that a supervisor runs. Its last end was recorded at `ended` (sequence) and `ended_time`; `halted` is
-    the supervisor boot that gave it up, `lost` the broker times (ns) of its failures since it was last given up."""
-
-    starts: int = 0
-    ended: int = 0
-    ended_time: int = 0
-    running: bool = False
-    halted: str = ""
-    lost: list[int] = []
 
 
 class World(msgspec.Struct):
@@ -100,10 +88,14 @@ def _evolve(world: World, recorded: Recorded) -> None:
             if type(event) is TargetPersisted:
                 membership.forget_attempts(world.membership)
             publication.evolve(world.publications, recorded)
+            if isinstance(event, EngineExcluded | TransferAborted | PublicationHalted):
+                _cast_out(world, recorded.time)
         case "engine":
             membership.evolve(world.membership, recorded)
         case "deployment":
-            _deployment(world, recorded)
+            if type(event) is LogOpened:
+                world.incarnation = event.incarnation
+            supervision.evolve(world.components, recorded)
         case "operator":
             asked = requests.request(recorded)
             why = refusal(world, asked) or _moved(world, asked)
@@ -112,22 +104,11 @@ def _evolve(world: World, recorded: Recorded) -> None:
         requests.answered(world.requests, event)
 
 
-def _deployment(world: World, recorded: Recorded) -> None:
-    match recorded.event:
-        case LogOpened(incarnation=incarnation):
-            world.incarnation = incarnation
-        case ComponentStarted(component=name, starts=starts):
-            component = world.components.setdefault(name, Component())
-            component.starts, component.running, component.halted = starts, True, ""
-        case ComponentLost(component=name, exit=status):
-            component = world.components.setdefault(name, Component())
-            component.running, component.ended, component.ended_time = False, recorded.seq, recorded.time
-            if status:
-                component.lost.append(recorded.time)
-        case RecoveryHalted(component=name):
-            component = world.components.setdefault(name, Component())
-            component.halted = recorded.boot
-            component.lost.clear()
+def _cast_out(world: World, time: int) -> None:
+    """Boots that are excluded, and were not before."""
+    for engine in world.membership.engines.values():
+        if not engine.out and engine.boot in world.publications.excluded:
+            engine.out = time
 
 
 def _check(world: World, recorded: Recorded) -> None:
@@ -298,7 +279,7 @@ def refusal(world: World, asked: Request) -> str:
         case "PublicationHaltRequested":
             return "" if published.open and published.open.id == about else "not_open"
         case "RecoveryResumeRequested":
-            return "" if about in world.components and world.components[about].halted else "not_halted"
+            return "" if about in world.components and world.components[about].given_up else "not_given_up"
     raise AssertionError(asked.name)
 
 

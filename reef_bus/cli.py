@@ -21,6 +21,16 @@ from reef_bus.errors import ReefError, Rejected, Unavailable
 
 OK, NOT_IN_ORDER, MISTAKE, NO_ANSWER, INTERRUPTED = 0, 1, 2, 3, 130
 COMMANDS = "reef_bus.commands"
+REQUESTS = {
+    "rollback": ("publish an earlier release again, under a new load id", "scenario", "release"),
+    "promote": ("select a candidate that is held for review", "scenario", "candidate"),
+    "discard": ("end a job without a candidate", "scenario", "job"),
+    "retrain": ("train an ambiguous job again, from its stored base", "scenario", "job"),
+    "halt": ("give an open publication up", "scenario", "publication"),
+    "retire": ("take the present boot of an engine out", "engine"),
+    "resume": ("have a component started again that the supervisor gave up", "component"),
+}
+"""What a person may ask for: what it means, and what it names."""
 EXTRAS = {"aiohttp": "serve", "prometheus_client": "serve", "yaml": "serve", "xxhash": "weights"}
 EXTRAS |= {"safetensors": "weights", "torch": "torch", "numpy": "torch", "rich": "demo", "psutil": "demo"}
 
@@ -122,9 +132,12 @@ def _parser() -> Parser:
     streams.add_argument(
         "what", choices=("plan", "apply"), help="apply creates what is missing, opens an empty log, changes nothing"
     )
-    resume = add("resume", "have a component started again that the supervisor gave up", _resume)
-    resume.add_argument("component", metavar="COMPONENT", help="its name, as `status` shows it")
-    _operator_options(resume)
+    for name, (text, *words) in REQUESTS.items():
+        request = add(name, text, _request)
+        for word in words:
+            request.add_argument(word, metavar=word.upper(), help="as `status` and `log` show it")
+        request.set_defaults(request=name, words=words)
+        _operator_options(request)
     add("doctor", "what this machine has and lacks, and what is wrong with a deployment on it", _doctor)
     return parser
 
@@ -216,10 +229,10 @@ def _export(args: argparse.Namespace) -> int:
     return asyncio.run(cli_audit.export(args))
 
 
-def _resume(args: argparse.Namespace) -> int:
+def _request(args: argparse.Namespace) -> int:
     from reef_bus import cli_operator
 
-    return asyncio.run(cli_operator.resume(args))
+    return asyncio.run(cli_operator.request(args))
 
 
 def _streams(args: argparse.Namespace) -> int:

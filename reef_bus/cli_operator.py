@@ -10,20 +10,32 @@ import asyncio
 import contextlib
 import getpass
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 
 from reef_bus.cli_log import line, say, say_json
 from reef_bus.core.world import World
 from reef_bus.envelope import to_json
 from reef_bus.errors import Rejected, Unavailable
-from reef_bus.events import Draft, OperatorEvent, Recorded, RecoveryResumeRequested, RequestRefused
+from reef_bus.events import (
+    Draft,
+    EngineRetireRequested,
+    JobDiscardRequested,
+    JobRestoreRequested,
+    OperatorEvent,
+    PromotionRequested,
+    PublicationHaltRequested,
+    PublicationRefused,
+    Recorded,
+    RecoveryResumeRequested,
+    RequestRefused,
+    RollbackRequested,
+)
 from reef_bus.inspect import Judge, events, head, opened
 from reef_bus.jetstream import JetStreamJournal
 from reef_bus.journal import LOG
 
 OK, NOT_IN_ORDER = 0, 1
 ANSWER_S = 10.0
-TRIES = 5  # somebody else may ask under the same name at the same moment
 
 Build = Callable[[World], OperatorEvent]
 
@@ -41,23 +53,49 @@ def decided_on(world: World) -> str:
     return world.publications.head.load_id if world.publications.head else ""
 
 
-async def resume(args: argparse.Namespace) -> int:
-    """Have a component started again that the supervisor gave up."""
-    who = actor(args)
+REQUESTS: Mapping[str, type[OperatorEvent]] = {
+    "rollback": RollbackRequested,
+    "promote": PromotionRequested,
+    "discard": JobDiscardRequested,
+    "retrain": JobRestoreRequested,
+    "halt": PublicationHaltRequested,
+    "retire": EngineRetireRequested,
+    "resume": RecoveryResumeRequested,
+}
+
+
+async def request(args: argparse.Namespace) -> int:
+    """Ask for what the command line says; exit status 1 for a refusal."""
+    who, kind = actor(args), REQUESTS[args.request]
 
     def build(world: World) -> OperatorEvent:
-        if args.component not in world.components:
-            known = ", ".join(sorted(world.components)) or "none"
-            raise Rejected(f"no component {args.component!r} on this log, which has: {known}")
-        return RecoveryResumeRequested(actor=who, why=args.why, head=decided_on(world), component=args.component)
+        said = {"actor": who, "why": args.why, "head": decided_on(world), **_named(world, args)}
+        return kind(**{field: said[field] for field in kind.__struct_fields__})
 
     return say_answer(args, await ask(args, build))
+
+
+def _named(world: World, args: argparse.Namespace) -> dict[str, str]:
+    """What the command line names, and what the log knows with it. Raises Rejected for what the log never had."""
+    said = {"scenario": world.training.scenario, **{word: getattr(args, word) for word in args.words}}
+    _known("scenario", said["scenario"], [world.training.scenario])
+    if "engine" in said:
+        _known("engine", args.engine, world.membership.engines)
+        said["boot"] = world.membership.engines[args.engine].boot
+    if "component" in said:
+        _known("component", args.component, world.components)
+    return said
+
+
+def _known(kind: str, name: str, known: Iterable[str]) -> None:
+    if name not in known:
+        raise Rejected(f"no {kind} {name!r} on this log, which has: {', '.join(sorted(known)) or 'none'}")
 
 
 def say_answer(args: argparse.Namespace, answer: Recorded) -> int:
     """Show what answered; exit status 1 for a refusal."""
     say_json(to_json(answer)) if args.json else say(line(answer))
-    return NOT_IN_ORDER if isinstance(answer.event, RequestRefused) else OK
+    return NOT_IN_ORDER if isinstance(answer.event, RequestRefused | PublicationRefused) else OK
 
 
 async def ask(args: argparse.Namespace, build: Build) -> Recorded:
@@ -71,26 +109,20 @@ async def ask(args: argparse.Namespace, build: Build) -> Recorded:
 
 
 async def put(journal: JetStreamJournal, judge: Judge, build: Build) -> int:
-    """The sequence of the request, which counts. `judge` has then folded up to it."""
-    for _ in range(TRIES):
-        await _read(journal, judge, await head(journal, LOG))
-        event, boot = build(judge.world), f"cli-{os.urandom(6).hex()}"
-        draft = Draft(event=event, writer=f"person/{event.key}", boot=boot)
-        stored = await journal.append(draft, judge.world.tail(event.chain))
-        if not await _read(journal, judge, stored.seq):
-            return stored.seq
-    raise Unavailable(f"{TRIES} requests of {event.key} were overtaken by others of the same name; ask again")
+    """The sequence of the request. `judge` has folded at least up to the state that it was made of."""
+    await _read(journal, judge, await head(journal, LOG))
+    event = build(judge.world)
+    draft = Draft(event=event, writer=f"person/{event.key}", boot=f"cli-{os.urandom(6).hex()}")
+    return (await journal.append(draft, 0)).seq
 
 
-async def _read(journal: JetStreamJournal, judge: Judge, until: int) -> str:
-    """Fold up to `until`; returns the last verdict. Raises what cannot be followed: nobody asks on half a log."""
-    verdict = ""
+async def _read(journal: JetStreamJournal, judge: Judge, until: int) -> None:
+    """Fold up to `until`. Raises what cannot be followed: nobody asks on half a log."""
     async with contextlib.aclosing(events(journal, LOG, judge.world.seq, until)) as found:
         async for recorded in found:
-            verdict = judge.judge(recorded)
+            judge.judge(recorded)
             if judge.error:
                 raise judge.error
-    return verdict
 
 
 async def answer(journal: JetStreamJournal, judge: Judge, request: int) -> Recorded:

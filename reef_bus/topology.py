@@ -21,6 +21,7 @@ TOKEN = re.compile(r"[A-Za-z0-9_-]+")
 _ENCODED = "b64-"
 DUPLICATE_WINDOW_S = 600
 MAX_EVENT_BYTES = 64 * 1024
+MAX_SUBJECT_BYTES = 512  # a server closes the connection for good at a command line of 4096
 
 
 class Family(NamedTuple):

@@ -16,6 +16,8 @@ from reef_bus.errors import Rejected
 from reef_bus.topology import DUPLICATE_WINDOW_S, check_name
 
 SCHEMA_VERSION = 1
+STANDBY_S = 0.25
+MAX_PUBLISHERS = 16  # they only append: more than a few add nothing but conflicts
 RESERVED = ("trainer", "publisher", "gateway", "supervisor", "nats")
 
 
@@ -50,7 +52,8 @@ class Inference(Part, frozen=True, kw_only=True):
 
 
 class Training(Part, frozen=True, kw_only=True):
-    """A job takes `groups` × `group_size` samples, none staler than `max_staleness` links of the base chain."""
+    """A job takes `groups` × `group_size` samples, none staler than `max_staleness` links of the base chain. With
+    `hold`, each candidate waits for a person: `reef-bus promote` or `reef-bus discard`."""
 
     backend: str = "torch"
     offers: tuple[str, ...] = ("tcp", "files")
@@ -59,17 +62,28 @@ class Training(Part, frozen=True, kw_only=True):
     group_size: int = 16
     max_staleness: int = 1
     max_jobs: int = 0
+    hold: bool = False
     seed: int = 0
     lr: float = 3e-3
     minibatches: int = 2
 
 
 class Publication(Part, frozen=True, kw_only=True):
-    """How releases are published."""
+    """How releases are published: `every` candidate in its turn, or the `latest`; by how many `publishers`."""
 
+    publishers: int = 2
+    publish: str = "every"
     transport: str = "tcp"
     pause: str = "drain"
     deadlines: Deadlines = Deadlines()
+
+
+class Metrics(Part, frozen=True, kw_only=True):
+    """Prometheus. Components listen from `port` on, one port each, in the order in which they are started, the
+    supervisor last; 0: nobody does."""
+
+    host: str = "127.0.0.1"
+    port: int = 0
 
 
 class Config(Part, frozen=True, kw_only=True):
@@ -86,6 +100,7 @@ class Config(Part, frozen=True, kw_only=True):
     training: Training = Training()
     publication: Publication = Publication()
     supervision: Restarts = Restarts()
+    metrics: Metrics = Metrics()
 
     def folder(self, *parts: str) -> Path:
         """A folder of the state directory, created when it is missing."""
@@ -93,9 +108,31 @@ class Config(Part, frozen=True, kw_only=True):
         path.mkdir(parents=True, exist_ok=True)
         return path
 
-    def policy(self) -> Policy:
+    def publishers(self) -> list[str]:
+        """Component ids; the first acts at once, the others are its standbys."""
+        return ["publisher", *(f"publisher-{n}" for n in range(2, self.publication.publishers + 1))]
+
+    def components(self) -> dict[str, str]:
+        """Component id → role, in the order in which they are started."""
+        engines = dict.fromkeys(self.inference.engines, "engine")
+        publishers = dict.fromkeys(self.publishers(), "publisher")
+        return {"trainer": "trainer", **engines, **publishers, "gateway": "gateway"}
+
+    def metrics_port(self, component: str) -> int:
+        """Raises Rejected for a component that this configuration does not name."""
+        known = [*self.components(), "supervisor"]
+        if component not in known:
+            raise Rejected(f"component {component!r} has no metrics port: the configuration names {', '.join(known)}")
+        return self.metrics.port + known.index(component)
+
+    def policy(self, publisher: str = "publisher") -> Policy:
+        published = self.publication
         return Policy(
-            transport=self.publication.transport, pause=self.publication.pause, deadlines=self.publication.deadlines
+            transport=published.transport,
+            pause=published.pause,
+            publish=published.publish,
+            deadlines=published.deadlines,
+            patience_s=0.0 if publisher == "publisher" else STANDBY_S,
         )
 
 
@@ -156,7 +193,7 @@ def check(config: Config) -> Config:
     check_name("deployment", config.deployment)
     for engine in config.inference.engines:
         check_name("engine", engine)
-        if engine in RESERVED:
+        if engine in (*RESERVED, *config.publishers()):
             raise Rejected(f"inference.engines: {engine!r} is the name of another component; choose another")
     if not config.inference.engines or len(set(config.inference.engines)) != len(config.inference.engines):
         raise Rejected(f"inference.engines is {list(config.inference.engines)}: expected at least one, no name twice")
@@ -171,6 +208,10 @@ def check(config: Config) -> Config:
             f"publication.transport is {transport!r}; the trainer offers {list(config.training.offers)}, the engines "
             f"accept {list(config.inference.accepts)}"
         )
+    if config.publication.publish not in ("every", "latest"):
+        raise Rejected(f"publication.publish is {config.publication.publish!r}; expected every or latest")
+    if not 1 <= config.publication.publishers <= MAX_PUBLISHERS:
+        raise Rejected(f"publication.publishers is {config.publication.publishers}: expected 1 to {MAX_PUBLISHERS}")
     if config.publication.pause != "drain":
         raise Rejected(f"publication.pause is {config.publication.pause!r}; this version has: drain")
     for kind, backend in (("inference", config.inference.backend), ("training", config.training.backend)):

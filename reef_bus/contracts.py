@@ -58,6 +58,8 @@ _VALUES: Mapping[str, Any] = {
     **{"as_of": 120, "done_as_of": 120, "prompt": "12+30=", "answer": "42", "prompt_tokens": 6, "answer_tokens": 2},
     **{"tags": {"split": "train"}, "temperature": 1.0, "report": "rep-000a7c", "references": ["rec-000f31"]},
     **{"score": 1.0, "feedback": "exact match", "metadata": {"grader": "exact"}},
+    **{"actor": "ada", "head": "k3v9:12", "release": "k3v9:9", "request": 131, "started_by": "b-1f30"},
+    **{"restart": 1, "delay_s": 2.0, "pids": [48213]},
 }
 
 

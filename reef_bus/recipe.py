@@ -14,9 +14,10 @@ from reef_bus.core.training import Candidate
 
 
 class Decision(NamedTuple):
-    """Whether to publish, and why; it becomes a fact on the log before anything happens."""
+    """Whether to publish, and why; it becomes a fact on the log before anything happens. `select` None holds the
+    candidate until a person decides."""
 
-    select: bool
+    select: bool | None
     why: str
 
 
@@ -37,7 +38,7 @@ class Selector(ABC):
 
     @abstractmethod
     def decide(self, candidate: Candidate, metrics: Mapping[str, float]) -> Decision:
-        """Select or reject, given what the evaluator found."""
+        """Select, reject or hold, given what the evaluator found."""
 
 
 class TrainingMetrics(Evaluator):
@@ -57,3 +58,13 @@ class SelectFinite(Selector):
     def decide(self, candidate: Candidate, metrics: Mapping[str, float]) -> Decision:
         wrong = sorted(name for name, value in metrics.items() if not math.isfinite(value))
         return Decision(not wrong, f"not finite: {', '.join(wrong)}" if wrong else "every figure is finite")
+
+
+class HoldForReview(SelectFinite):
+    """Rejects what is not finite, and leaves the rest to a person."""
+
+    name = "review"
+
+    def decide(self, candidate: Candidate, metrics: Mapping[str, float]) -> Decision:
+        found = super().decide(candidate, metrics)
+        return Decision(None, "held for review") if found.select else found

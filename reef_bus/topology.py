@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 import re
+from functools import lru_cache
 from typing import NamedTuple
 
 import msgspec
@@ -106,6 +107,7 @@ def chain_filter(deployment: str, family: Family, id_token: str) -> str:
     return f"reef.{deployment}.{family.name}.{id_token}.>" if family.per_id else f"reef.{deployment}.{family.name}.>"
 
 
+@lru_cache(maxsize=4096)  # a log has few subjects: some thirty names, times engines
 def parse(text: str) -> Address:
     """Take a subject apart; ContractError for one that is not ours."""
     parts = text.split(".")

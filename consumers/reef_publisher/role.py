@@ -51,7 +51,7 @@ class Publisher(Role):
 
     def __init__(self, config: Config, me: Me, heartbeats: Heartbeats) -> None:
         super().__init__(me)
-        self.policy = config.policy()
+        self.policy = config.policy(me.id)
         self.heartbeats = heartbeats
 
     def react(self, world: World, now: int) -> Sequence[Debt]:

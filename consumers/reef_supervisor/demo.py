@@ -328,7 +328,7 @@ async def _until_asked(demo: Coroutine[Any, Any, int]) -> int:
 
 
 def _check(args: argparse.Namespace) -> None:
-    roles = [*components(Config()), "nats"]
+    roles = [*components(Config(publication=Publication(publishers=1))), "nats"]
     for order in args.kill:
         component, _, event = order.partition("@")
         if component not in roles:
@@ -365,7 +365,7 @@ def _config(args: argparse.Namespace, temporary: str | None) -> Config:
         state_dir=folder,
         training=Training(seed=args.seed, group_size=GROUP_SIZE),
         publication=Publication(
-            deadlines=Deadlines(fence_s=10.0, sender_s=20.0, stall_s=5.0, verify_s=10.0, heartbeat_s=6.0)
+            publishers=1, deadlines=Deadlines(fence_s=10.0, sender_s=20.0, stall_s=5.0, verify_s=10.0, heartbeat_s=6.0)
         ),
         supervision=Restarts(max_restarts=max(3, len(args.kill)), window_s=300.0, delay_s=0.2),
     )

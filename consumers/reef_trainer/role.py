@@ -49,7 +49,7 @@ from reef_bus.events import (
 )
 from reef_bus.journal import Journal
 from reef_bus.manifest import Manifest
-from reef_bus.recipe import Evaluator, SelectFinite, Selector, TrainingMetrics
+from reef_bus.recipe import Evaluator, HoldForReview, SelectFinite, Selector, TrainingMetrics
 from reef_bus.runner import Role, blocking
 from reef_bus.samples import Batch, decode_batch, encode_batch
 from reef_bus.transport import Transport, transports
@@ -74,7 +74,7 @@ class Trainer(Role):
             store, config.training.host, config.publication.deadlines.stall_s
         )
         self.evaluator: Evaluator = TrainingMetrics()
-        self.selector: Selector = SelectFinite()
+        self.selector: Selector = HoldForReview() if config.training.hold else SelectFinite()
         self._states: dict[str, Any] = {}
         self._kept = threading.Lock()  # an offer loads in one thread while a job trains in another
 
@@ -203,8 +203,10 @@ class Trainer(Role):
             scenario=self.config.scenario, candidate=effect.candidate.id, evaluator=self.evaluator.name, metrics=found
         )
 
-    def _decide(self, effect: Decide) -> Event:
+    def _decide(self, effect: Decide) -> Event | None:
         decision = self.selector.decide(effect.candidate, effect.metrics)
+        if decision.select is None:
+            return None
         kind = CandidateSelected if decision.select else CandidateRejected
         return kind(
             scenario=self.config.scenario,

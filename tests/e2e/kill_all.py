@@ -16,11 +16,10 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
 from consumers.reef_supervisor.role import components
-from reef_bus.config import Config
 from reef_bus.events import CATALOGUE, Recorded
 from tests.e2e.live import CONFIG, Live, kill_at, live, recovered
 
-ROLES = (*components(Config()), "nats")
+ROLES = (*components(CONFIG), "nats")
 RELEASE = (
     "JobDispatched",
     "JobStarted",
@@ -44,6 +43,16 @@ NOT_MADE = {
     "EngineExcluded": "heartbeats that stop, as SIGSTOP makes them; unit tests",
     "EngineLeft": "an artifact that cannot be loaded; unit tests",
     "RecoveryHalted": "the restart budget, which this run raises",
+    "EngineStaged": "staged mode",
+    "JobAmbiguous": "a backend that mutates in place",
+    "JobDiscarded": "a person's answer; unit tests",
+    "RequestRefused": "a person's request that came too late; unit tests",
+    **dict.fromkeys((n for n, e in CATALOGUE.items() if e.family == "operator"), "written by people"),
+    "RestartScheduled": "not written yet",
+    "CleanupUnconfirmed": "not written yet",
+    "ReadinessPublished": "not written yet",
+    "ReadinessWithdrawn": "not written yet",
+    "RecoveryResumed": "a person's answer; unit tests",
     "InferenceRecorded": "not on LOG",
     "ReportReceived": "not on LOG",
 }

@@ -28,7 +28,7 @@ CONCURRENCY, PAUSE_S = 8, 0.25  # little traffic, so that what is killed comes b
 CONFIG = Config(
     deployment="live",
     publication=Publication(
-        deadlines=Deadlines(fence_s=8.0, sender_s=15.0, stall_s=4.0, verify_s=8.0, heartbeat_s=5.0)
+        publishers=1, deadlines=Deadlines(fence_s=8.0, sender_s=15.0, stall_s=4.0, verify_s=8.0, heartbeat_s=5.0)
     ),
     training=Training(groups=4, group_size=4),  # a release per 16 answers: tested is what happens between releases
     supervision=Restarts(max_restarts=1000, delay_s=0.1),

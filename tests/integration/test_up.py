@@ -51,6 +51,21 @@ def command(*words: str) -> Iterator[subprocess.Popen[str]]:
         process.communicate()
 
 
+def free_row(count: int) -> int:
+    """The first of `count` free ports in a row, below those that the system hands out."""
+    for first in range(20_000, 32_000, count):
+        with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
+            for port in range(first, first + count):
+                stack.enter_context(contextlib.closing(socket.socket())).bind(("127.0.0.1", port))
+            return first
+    raise AssertionError("no free ports")
+
+
+def scrape(port: int) -> str:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as reply:
+        return str(reply.read(), "utf-8")
+
+
 def answers(url: str, process: subprocess.Popen[str]) -> int:
     """Wait for the first 200 of a chat request."""
     body = json.dumps({"model": "reef-digit", "messages": [{"role": "user", "content": "3"}]}).encode()
@@ -69,10 +84,14 @@ def test_up_serves_from_a_yaml_file_and_ends_in_order_on_ctrl_c(tmp_path: Path) 
     port, state = free_port(), tmp_path / "state"
     file = tmp_path / "deployment.yaml"
     file.write_text(YAML.format(state=state, port=port))
-    with command("up", "-c", str(file), "--set", "training.group-size=4") as up:
+    metrics = free_row(6)
+    with command("up", "-c", str(file), "--set", "training.group-size=4", "--set", f"metrics.port={metrics}") as up:
         assert answers(f"http://127.0.0.1:{port}", up) == 200
+        for role in range(metrics, metrics + 6):  # trainer, engine-a, two publishers, gateway, supervisor
+            text = scrape(role)
+            assert "reef_up 1.0" in text and "reef_release_sequence 0.0" in text and "reef_halted 0.0" in text
         children = psutil.Process(up.pid).children(recursive=True)
-        assert len(children) == 5  # nats-server, trainer, engine-a, publisher, gateway
+        assert len(children) == 6  # nats-server, trainer, engine-a, two publishers, gateway
         second = subprocess.run(
             [sys.executable, "-m", "reef_bus.cli", "up", "-c", str(file)], capture_output=True, text=True, check=False
         )
@@ -83,7 +102,7 @@ def test_up_serves_from_a_yaml_file_and_ends_in_order_on_ctrl_c(tmp_path: Path) 
     assert up.returncode == 0, err
     assert "Traceback" not in err and "EngineJoined" in out
     assert not [child for child in children if child.is_running() and child.status() != psutil.STATUS_ZOMBIE]
-    for component in ("trainer", "engine-a", "publisher", "gateway"):
+    for component in ("trainer", "engine-a", "publisher", "publisher-2", "gateway"):
         assert "ends, as asked" in (state / "logs" / f"{component}.log").read_text()
 
 
@@ -108,9 +127,9 @@ def test_a_role_alone_ends_with_0_on_sigterm_and_its_log_goes_to_stderr(tmp_path
     with command("up", "-c", str(file)) as up:
         assert answers(f"http://127.0.0.1:{port}", up) == 200
         running = tmp_path / "state" / "run" / "deployment.json"
-        with command("run", "publisher", "-c", str(running), "--id", "publisher-2", "--json") as second:
+        with command("run", "publisher", "-c", str(running), "--id", "publisher-3", "--json") as second:
             for _ in range(100):
-                if (tmp_path / "state" / "locks" / "publisher-2.lock").exists():
+                if (tmp_path / "state" / "locks" / "publisher-3.lock").exists():
                     break
                 time.sleep(0.1)
             time.sleep(1.0)

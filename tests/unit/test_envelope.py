@@ -114,7 +114,14 @@ def test_an_event_comes_back_from_the_stream_and_from_an_export(recorded: Record
 
 
 def test_every_name_of_the_catalogue_has_its_family() -> None:
-    assert {cls.family for cls in CATALOGUE.values()} == {"deployment", "train", "release", "engine", "record"}
+    assert {cls.family for cls in CATALOGUE.values()} == {
+        "deployment",
+        "train",
+        "release",
+        "engine",
+        "operator",
+        "record",
+    }
     assert all(issubclass(cls, Event) and cls.__name__ == name for name, cls in CATALOGUE.items())
 
 

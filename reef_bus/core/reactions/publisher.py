@@ -1,202 +1,53 @@
-"""Who owes what: (world, me, now) → debts. Start-up, recovery and normal running are this one question.
+"""What publishers owe: targets, attempts, commits, refusals and halts; they decide alike.
 
-Knows: the world and the deadlines. Must not know: how an effect is performed, or how a fact is appended.
-A debt's key is the sequence that made it owed (and the attempt): asked again, the same debt has the same key.
+Knows: the world, the policy, the time. Must not know: how weights travel, or other publishers.
 """
 
 from __future__ import annotations
 
-import msgspec
-
 from reef_bus.core.effects import (
     Append,
-    AssembleBatch,
     Deadlines,
     Debt,
-    Decide,
-    Effect,
-    Evaluate,
-    Fence,
-    Join,
-    Me,
-    OfferWeights,
     Policy,
-    Receive,
-    Register,
-    Retire,
-    Train,
-    VerifyHead,
 )
 from reef_bus.core.ids import LoadId, derived
 from reef_bus.core.membership import Engine, Report, current
-from reef_bus.core.publication import MAX_ATTEMPTS, Publication
-from reef_bus.core.serving import fenced, live, owes_head, present
-from reef_bus.core.training import Candidate, Job, Sender
-from reef_bus.core.world import World, agrees, can_still_reach, reaches_head
+from reef_bus.core.publication import MAX_ATTEMPTS, SUPERSEDED, Publication
+from reef_bus.core.reactions.common import SECOND, word
+from reef_bus.core.reactions.operator import halts, refusals, refuse, retirements, standing
+from reef_bus.core.requests import Request
+from reef_bus.core.serving import live, present
+from reef_bus.core.training import Candidate, Sender
+from reef_bus.core.world import World, agrees, reaches_head
 from reef_bus.events import (
     EngineExcluded,
     Event,
     Evidence,
-    JobStarted,
     Member,
     PublicationHalted,
     PublicationRefused,
     ReleaseCommitted,
+    RollbackRequested,
     TargetPersisted,
-    TrainerRestored,
     TransferAborted,
 )
-
-SECOND = 1_000_000_000
-
-
-# -- trainer
-
-
-def trainer(world: World, me: Me) -> list[Debt]:
-    """What the trainer's boot owes."""
-    if not world.incarnation:
-        return []
-    if world.training.boot != me.boot:
-        return [_join_or_retire(world, me, "train", world.training.boot)]
-    if not world.training.scenario:
-        return [Debt(key="register", effect=Register(), cause=world.training.joined)]
-    return [*_offer(world, me), *_job(world, me)]
-
-
-def _join_or_retire(world: World, me: Me, family: str, successor: str) -> Debt:
-    tail = world.tails.get(family)
-    if tail and me.boot in tail.boots:
-        return Debt(key="retire", effect=Retire(f"boot {me.boot} of {me.id} was replaced by {successor}"))
-    return Debt(key="join", effect=Join(), cause=1)
-
-
-def _offer(world: World, me: Me) -> list[Debt]:
-    open_ = world.publications.open
-    if open_ is None or open_.sender != "trainer":
-        return []
-    candidate = world.training.candidates[open_.candidate]
-    return [
-        Debt(
-            key=f"offer/{open_.attempt_seq}",
-            effect=OfferWeights(msgspec.structs.replace(open_), msgspec.structs.replace(candidate)),
-            cause=open_.attempt_seq,
-            correlation=open_.id,
-        )
-    ]
-
-
-def _job(world: World, me: Me) -> list[Debt]:
-    training = world.training
-    if training.job is None:
-        return [_next_job(world)]
-    job = training.job
-    if job.candidate:
-        return [_decide(world, job)]
-    if job.boot != me.boot:
-        started = JobStarted(scenario=training.scenario, job=job.id, attempt=job.attempt + 1)
-        return [Debt(key=f"start/{job.seq}/{job.attempt}", effect=Append(started), cause=job.seq, correlation=job.id)]
-    train = Train(msgspec.structs.replace(job), msgspec.structs.replace(training.candidates[job.base]))
-    return [Debt(key=f"train/{job.started}", effect=train, cause=job.started, correlation=job.id)]
-
-
-def _decide(world: World, job: Job) -> Debt:
-    candidate, metrics = msgspec.structs.replace(world.training.candidates[job.candidate]), dict(job.metrics)
-    if not job.evaluated:
-        effect: Effect = Evaluate(candidate, metrics)
-        return Debt(key=f"evaluate/{job.ready}", effect=effect, cause=job.ready, correlation=job.id)
-    effect = Decide(candidate, metrics)
-    return Debt(key=f"decide/{job.evaluated}", effect=effect, cause=job.evaluated, correlation=job.id)
-
-
-def _next_job(world: World) -> Debt:
-    training, head = world.training, world.publications.head
-    assert head is not None  # registration made release 0
-    base = next((c for c in reversed(training.selected) if can_still_reach(world, c)), head.candidate)
-    since = max(training.closed, training.registered, training.joined)
-    if not can_still_reach(world, training.base):
-        restored = TrainerRestored(scenario=training.scenario, load_id=head.load_id, candidate=head.candidate)
-        return Debt(key=f"restore/{since}/{head.seq}", effect=Append(restored), cause=head.seq)
-    effect = AssembleBatch(base, training.dispatched + 1, training.last_batch)
-    return Debt(key=f"batch/{since}/{base}", effect=effect, cause=since)
-
-
-# -- engine
-
-
-def engine(world: World, me: Me, deadlines: Deadlines) -> list[Debt]:
-    """What the agent of one engine owes."""
-    if not world.incarnation:
-        return []
-    found = world.membership.engines.get(me.id)
-    if found is None or found.boot != me.boot:
-        return [_join_or_retire(world, me, f"engine.{me.id}", found.boot if found else "")]
-    if not live(world, found):
-        return [Debt(key="retire", effect=Retire(f"boot {me.boot} of {me.id} was excluded"))]
-    open_ = world.publications.open
-    if open_ is not None and fenced(world, me.id, me.boot):
-        return _attempt(world, me, open_, deadlines)
-    return _head(world, found)
-
-
-def _attempt(world: World, me: Me, open_: Publication, deadlines: Deadlines) -> list[Debt]:
-    if world.membership.fence(me.boot, open_.id, open_.attempt) is None:
-        fence = Fence(open_.id, open_.attempt)
-        return [Debt(key=f"fence/{open_.attempt_seq}", effect=fence, cause=open_.attempt_seq, correlation=open_.id)]
-    sender = _word(world, open_)
-    if world.membership.report(me.boot, open_.id, open_.attempt) or sender is None or not _all_fenced(world, open_):
-        return []
-    if sender.failure:
-        return []
-    receive = Receive(
-        open_.id,
-        open_.attempt,
-        open_.load_id,
-        open_.manifest,
-        sender.transport,
-        sender.address,
-        sender.token,
-        deadlines.stall_s,
-    )
-    return [Debt(key=f"receive/{sender.seq}", effect=receive, cause=sender.seq, correlation=open_.id)]
-
-
-def _word(world: World, open_: Publication) -> Sender | None:
-    """What the living trainer boot says about this attempt: a failure, or a ticket that echoes the target.
-
-    A replaced boot's ticket leads nowhere, and its failure is not its successor's.
-    """
-    sender = world.training.sender
-    if sender is None or sender.boot != world.training.boot:
-        return None
-    if (sender.publication, sender.attempt) != (open_.id, open_.attempt):
-        return None
-    echoes = (sender.load_id, sender.manifest) == (open_.load_id, open_.manifest)
-    return sender if sender.failure or echoes else None
-
-
-def _all_fenced(world: World, open_: Publication) -> bool:
-    return all(world.membership.fence(m.boot, open_.id, open_.attempt) for m in open_.members)
-
-
-def _head(world: World, found: Engine) -> list[Debt]:
-    since, head = owes_head(world, found), world.publications.head
-    if not since or head is None:
-        return []
-    verify = VerifyHead(head.load_id, head.manifest, head.weights)
-    return [Debt(key=f"head/{since}", effect=verify, cause=since)]
-
-
-# -- publisher
 
 
 def publisher(world: World, policy: Policy, now: int, silent: frozenset[str] = frozenset()) -> list[Debt]:
     """What publishers owe; they decide alike. `now` in ns since the epoch; `silent` boots whose heartbeats lapsed."""
-    if world.publications.head is None:
+    if world.publications.head is None or _waits(world, policy, now):
         return []
     open_ = world.publications.open
-    outcasts = _outcasts(world, open_, silent)
-    return outcasts + (_drive(world, open_, policy.deadlines, now) if open_ else _next_target(world, policy))
+    first = [*refusals(world), *retirements(world), *_outcasts(world, open_, silent)]
+    if open_:
+        return first + (halts(world, open_) or _drive(world, open_, policy.deadlines, now))
+    return first + (_rollback(world) or _next_target(world, policy))
+
+
+def _waits(world: World, policy: Policy, now: int) -> bool:
+    """A standby leaves fresh debts to whoever acts first; what is still owed when the log has been quiet is its own."""
+    return policy.patience_s > 0 and now < world.time + policy.patience_s * SECOND
 
 
 def _members(world: World) -> list[Engine]:
@@ -223,12 +74,14 @@ def _exclude(world: World, found: Engine, reason: str, at_head: bool) -> Debt:
 
 
 def _next_target(world: World, policy: Policy) -> list[Debt]:
-    pending = next((c for c in world.training.selected if c not in world.publications.ended), None)
-    if pending is None:
+    pending = [world.training.candidates[c] for c in world.training.selected if c not in world.publications.ended]
+    if not pending:
         return []
-    candidate = world.training.candidates[pending]
+    candidate = pending[0]
     if not reaches_head(world, candidate.id):
         return [_refuse(world, candidate, "base_lost", "its base was not committed")]
+    if policy.publish == "latest" and (newer := _successor(world, candidate.id)):
+        return [_refuse(world, candidate, SUPERSEDED, f"by {newer}, which was trained from it")]
     members = _members(world)
     if not members:
         return []
@@ -240,12 +93,33 @@ def _next_target(world: World, policy: Policy) -> list[Debt]:
     return [_target(world, candidate, members, policy)]
 
 
+def _rollback(world: World) -> list[Debt]:
+    """The oldest rollback that was in order when it was asked for; it precedes every candidate."""
+    asked = standing(world, RollbackRequested)
+    if asked is None:
+        return []
+    release = world.publications.releases[asked.about]
+    candidate, members = world.training.candidates[release.candidate], _members(world)
+    unable = [e.id for e in members if "files" not in e.accepts]
+    if unable:
+        return [refuse(world, asked, "transport", f"a rollback is read from files, refused by {unable}")]
+    return [_target(world, candidate, members, Policy(transport="files"), asked)] if members else []
+
+
+def _successor(world: World, candidate: str) -> str:
+    """A selected candidate that was trained from this one, or an empty string."""
+    known = world.training.candidates
+    return next((c for c in world.training.selected if known[c].base == candidate), "")
+
+
 def _refuse(world: World, candidate: Candidate, reason: str, detail: str) -> Debt:
     event = PublicationRefused(scenario=world.training.scenario, candidate=candidate.id, reason=reason, detail=detail)
     return Debt(key=f"refuse/{candidate.selected}", effect=Append(event), cause=candidate.selected)
 
 
-def _target(world: World, candidate: Candidate, members: list[Engine], policy: Policy) -> Debt:
+def _target(
+    world: World, candidate: Candidate, members: list[Engine], policy: Policy, asked: Request | None = None
+) -> Debt:
     head = world.publications.head
     assert head is not None
     load_id = str(LoadId(world.incarnation, world.publications.sequence + 1))
@@ -261,12 +135,13 @@ def _target(world: World, candidate: Candidate, members: list[Engine], policy: P
         tensor_bytes=candidate.tensor_bytes,
         attempt=1,
         members=tuple(Member(e.id, e.boot) for e in members),
-        sender="trainer",
+        sender="artifact" if asked else "trainer",
         transport=policy.transport,
         mode="fenced",
         pause=policy.pause,
+        request=asked.seq if asked else 0,
     )
-    since = max(candidate.selected, world.publications.ended_seq)
+    since = max(asked.seq if asked else candidate.selected, world.publications.ended_seq)
     return Debt(key=f"target/{since}", effect=Append(event), cause=since, correlation=publication)
 
 
@@ -314,7 +189,7 @@ def _verdict(
     unfenced = [m for m in members if world.membership.fence(m.boot, open_.id, open_.attempt) is None]
     if unfenced and now > open_.attempt_time + deadlines.fence_s * SECOND:
         return "fence_deadline", f"{_names(unfenced)} did not stop within {deadlines.fence_s:g} s", unfenced, True
-    sender = _word(world, open_)
+    sender = word(world, open_)
     if sender is not None and sender.failure:
         return "sender_failed", sender.failure, _unverified(members, verified), False
     if sender is None and now > open_.attempt_time + deadlines.sender_s * SECOND:

@@ -1,0 +1,66 @@
+"""What the agent of an engine owes.
+
+Knows: the world, and who is asking. Must not know: the trainer's jobs, or whether a release should happen.
+"""
+
+from __future__ import annotations
+
+from reef_bus.core.effects import (
+    Deadlines,
+    Debt,
+    Fence,
+    Me,
+    Receive,
+    Retire,
+    VerifyHead,
+)
+from reef_bus.core.membership import Engine
+from reef_bus.core.publication import Publication
+from reef_bus.core.reactions.common import all_fenced, join_or_retire, word
+from reef_bus.core.serving import fenced, live, owes_head
+from reef_bus.core.world import World
+
+
+def engine(world: World, me: Me, deadlines: Deadlines) -> list[Debt]:
+    """What the agent of one engine owes."""
+    if not world.incarnation:
+        return []
+    found = world.membership.engines.get(me.id)
+    if found is None or found.boot != me.boot:
+        return [join_or_retire(world, me, f"engine.{me.id}", found.boot if found else "")]
+    if not live(world, found):
+        return [Debt(key="retire", effect=Retire(f"boot {me.boot} of {me.id} was excluded"))]
+    open_ = world.publications.open
+    if open_ is not None and fenced(world, me.id, me.boot):
+        return _attempt(world, me, open_, deadlines)
+    return _head(world, found)
+
+
+def _attempt(world: World, me: Me, open_: Publication, deadlines: Deadlines) -> list[Debt]:
+    if world.membership.fence(me.boot, open_.id, open_.attempt) is None:
+        fence = Fence(open_.id, open_.attempt)
+        return [Debt(key=f"fence/{open_.attempt_seq}", effect=fence, cause=open_.attempt_seq, correlation=open_.id)]
+    sender = word(world, open_)
+    if world.membership.report(me.boot, open_.id, open_.attempt) or sender is None or not all_fenced(world, open_):
+        return []
+    if sender.failure:
+        return []
+    receive = Receive(
+        open_.id,
+        open_.attempt,
+        open_.load_id,
+        open_.manifest,
+        sender.transport,
+        sender.address,
+        sender.token,
+        deadlines.stall_s,
+    )
+    return [Debt(key=f"receive/{sender.seq}", effect=receive, cause=sender.seq, correlation=open_.id)]
+
+
+def _head(world: World, found: Engine) -> list[Debt]:
+    since, head = owes_head(world, found), world.publications.head
+    if not since or head is None:
+        return []
+    verify = VerifyHead(head.load_id, head.manifest, head.weights)
+    return [Debt(key=f"head/{since}", effect=verify, cause=since)]

@@ -1,0 +1,125 @@
+"""What a trainer's boot owes.
+
+Knows: the world, and who is asking. Must not know: engines, deadlines, or how anything is trained.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from reef_bus.core.effects import (
+    Append,
+    AssembleBatch,
+    Debt,
+    Decide,
+    Effect,
+    Evaluate,
+    Me,
+    OfferWeights,
+    Register,
+    Train,
+)
+from reef_bus.core.reactions.common import join_or_retire
+from reef_bus.core.requests import wanted
+from reef_bus.core.training import Job
+from reef_bus.core.world import World, can_still_reach
+from reef_bus.events import (
+    CandidateSelected,
+    Event,
+    JobAmbiguous,
+    JobDiscarded,
+    JobDiscardRequested,
+    JobRestoreRequested,
+    JobStarted,
+    PromotionRequested,
+    TrainerRestored,
+)
+
+
+def trainer(world: World, me: Me) -> list[Debt]:
+    """What the trainer's boot owes."""
+    if not world.incarnation:
+        return []
+    if world.training.boot != me.boot:
+        return [join_or_retire(world, me, "train", world.training.boot)]
+    if not world.training.scenario:
+        return [Debt(key="register", effect=Register(), cause=world.training.joined)]
+    return [*_offer(world, me), *_job(world, me)]
+
+
+def _offer(world: World, me: Me) -> list[Debt]:
+    open_ = world.publications.open
+    if open_ is None or open_.sender != "trainer":
+        return []
+    candidate = world.training.candidates[open_.candidate]
+    return [
+        Debt(
+            key=f"offer/{open_.attempt_seq}",
+            effect=OfferWeights(msgspec.structs.replace(open_), msgspec.structs.replace(candidate)),
+            cause=open_.attempt_seq,
+            correlation=open_.id,
+        )
+    ]
+
+
+def _job(world: World, me: Me) -> list[Debt]:
+    training = world.training
+    if training.job is None:
+        return [_next_job(world)]
+    job = training.job
+    if discard := wanted(world.requests, JobDiscardRequested, job.id):
+        discarded = JobDiscarded(scenario=training.scenario, job=job.id, request=discard.seq)
+        return [_fact(f"discard/{discard.seq}", discarded, discard.seq, job)]
+    if job.candidate:
+        return [_decide(world, job)]
+    if job.boot != me.boot:
+        return _start(world, job)
+    train = Train(msgspec.structs.replace(job), msgspec.structs.replace(training.candidates[job.base]))
+    return [Debt(key=f"train/{job.started}", effect=train, cause=job.started, correlation=job.id)]
+
+
+def _start(world: World, job: Job) -> list[Debt]:
+    """The next attempt. A dead boot that trained in place leaves behind what nobody knows: then a person decides."""
+    scenario, restore = world.training.scenario, wanted(world.requests, JobRestoreRequested, job.id)
+    if job.in_place and not job.ambiguous:
+        lost = JobAmbiguous(scenario=scenario, job=job.id, attempt=job.attempt, started_by=job.boot)
+        return [_fact(f"ambiguous/{job.started}", lost, job.started, job)]
+    if job.ambiguous and restore is None:
+        return []
+    request, cause = (restore.seq, restore.seq) if restore else (0, job.seq)
+    started = JobStarted(scenario=scenario, job=job.id, attempt=job.attempt + 1, request=request)
+    return [_fact(f"start/{job.seq}/{job.attempt}", started, cause, job)]
+
+
+def _fact(key: str, event: Event, cause: int, job: Job) -> Debt:
+    return Debt(key=key, effect=Append(event), cause=cause, correlation=job.id)
+
+
+def _decide(world: World, job: Job) -> Debt:
+    candidate, metrics = msgspec.structs.replace(world.training.candidates[job.candidate]), dict(job.metrics)
+    if not job.evaluated:
+        effect: Effect = Evaluate(candidate, metrics)
+        return Debt(key=f"evaluate/{job.ready}", effect=effect, cause=job.ready, correlation=job.id)
+    if promotion := wanted(world.requests, PromotionRequested, candidate.id):
+        selected = CandidateSelected(
+            scenario=world.training.scenario,
+            candidate=candidate.id,
+            selector=promotion.actor,
+            why=promotion.why,
+            request=promotion.seq,
+        )
+        return _fact(f"promote/{promotion.seq}", selected, promotion.seq, job)
+    effect = Decide(candidate, metrics)
+    return Debt(key=f"decide/{job.evaluated}", effect=effect, cause=job.evaluated, correlation=job.id)
+
+
+def _next_job(world: World) -> Debt:
+    training, head = world.training, world.publications.head
+    assert head is not None  # registration made release 0
+    base = next((c for c in reversed(training.selected) if can_still_reach(world, c)), head.candidate)
+    since = max(training.closed, training.registered, training.joined)
+    if not can_still_reach(world, training.base):
+        restored = TrainerRestored(scenario=training.scenario, load_id=head.load_id, candidate=head.candidate)
+        return Debt(key=f"restore/{since}/{head.seq}", effect=Append(restored), cause=head.seq)
+    effect = AssembleBatch(base, training.dispatched + 1, training.last_batch)
+    return Debt(key=f"batch/{since}/{base}", effect=effect, cause=since)

@@ -1,0 +1,85 @@
+"""The `engine` families: one chain per engine id.
+
+Knows: what an engine's agent alone may say. Must not know: who reacts to it.
+"""
+
+from __future__ import annotations
+
+from reef_bus.events.shapes import Event
+
+
+class EngineEvent(Event, frozen=True, kw_only=True):
+    """Written by that engine's agent alone."""
+
+    family = "engine"
+    id_field = "engine"
+    own_chain = True
+    engine: str
+
+
+class EngineJoined(EngineEvent, frozen=True, kw_only=True):
+    """A boot of the engine is up, holds nothing that may serve yet, and replaces every older boot of it."""
+
+    url: str
+    backend: str
+    accepts: tuple[str, ...]
+
+
+class EngineFenced(EngineEvent, frozen=True, kw_only=True):
+    """Generation has really stopped and every older ingress is destroyed, for this attempt.
+
+    `previous` is the load id that served until now, since `resumed_at` (ns since the epoch, 0: it never served), with
+    `served` requests; `stopped_ms` is the time from seeing the fence to having stopped.
+    """
+
+    publication: str
+    attempt: int
+    previous: str
+    resumed_at: int
+    served: int
+    stopped_ms: float
+
+
+class EngineStaged(EngineEvent, frozen=True, kw_only=True):
+    """What the copy beside the served one hashes to. It stays as it is until it was swapped in, or dropped."""
+
+    publication: str
+    attempt: int
+    load_id: str
+    manifest: str
+    tensors: int
+    bytes: int
+    ms: float
+
+
+class ReceiverVerified(EngineEvent, frozen=True, kw_only=True):
+    """What the engine's own memory hashes to. `publication` is empty and `attempt` 0 for a catch-up to the head.
+
+    `method` is `received`, `memory`, `artifact` or `swapped`; `bytes` moved for it.
+    """
+
+    publication: str
+    attempt: int
+    load_id: str
+    manifest: str
+    method: str
+    tensors: int
+    bytes: int
+    ms: float
+
+
+class ReceiverFailed(EngineEvent, frozen=True, kw_only=True):
+    """The engine could not receive or prove the target; `detail` names the tensor where one is to blame."""
+
+    publication: str
+    attempt: int
+    load_id: str
+    cause: str
+    detail: str
+    observed: str = ""
+
+
+class EngineLeft(EngineEvent, frozen=True, kw_only=True):
+    """The boot ends: asked to, or unable to go on."""
+
+    reason: str

@@ -27,6 +27,7 @@ TIMEOUT_S = 2.0
 WATCH_S = 5.0  # between two looks at a connection
 PROBE_S = 5.0  # within which it must answer
 CLOSE_S = 2.0
+_LONG_S = 3600  # longer than a client is kept that does not answer
 
 
 class QuickClient(Client):
@@ -63,6 +64,7 @@ class Connection:
         self.lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._listeners: list[tuple[str, Callable[[Msg], Awaitable[None]]]] = []
         self._asked: set[asyncio.Future[Any]] = set()
+        self._ping: asyncio.Future[None] | None = None
         self._watching: asyncio.Task[None] | None = None
 
     async def open(self, wait_s: float) -> None:
@@ -104,23 +106,33 @@ class Connection:
         """Let go of it; safe to repeat. Nothing that was asked goes on."""
         await _cancel(self._watching)
         await _end(self.client)
-        await _cancel(*self._asked)  # now that no flusher is left to die of it
+        await _cancel(self._ping, *self._asked)  # now that no flusher is left to die of it
 
     async def _watch(self) -> None:
         """The client comes back by itself when its server died, but not from everything: one error line of a server
         closes it for good; a peer that vanished with bytes on their way leaves it waiting for its old socket; an
         exception in its read loop leaves it deaf."""
         while True:
+            heard = self.client.stats["in_msgs"]
             await asyncio.sleep(WATCH_S)
-            if not await _answers(self.client):
+            if self.client.stats["in_msgs"] == heard and not await self._answers():
                 with contextlib.suppress(Unavailable):
                     await self._replace()
 
+    async def _answers(self) -> bool:
+        """Asked only of one that is silent: under a replay an answer would stand behind megabytes of events."""
+        if self._ping is None or self._ping.done():
+            self._ping = asyncio.ensure_future(_ping(self.client))
+        await asyncio.wait({self._ping}, timeout=PROBE_S)
+        return self._ping.done() and self._ping.exception() is None
+
     async def _replace(self) -> None:
-        old = self.client
+        old, ping = self.client, self._ping
         await self._use(await self._dial(PROBE_S))
         log.warning("%s: the connection did not answer within %g s and was replaced", self.name, PROBE_S)
         await _end(old)
+        await _cancel(ping)
+        self._ping = None
 
     async def _use(self, client: Client) -> None:
         self.client, self.js = client, client.jetstream(timeout=TIMEOUT_S)
@@ -161,16 +173,12 @@ class Connection:
         return client
 
 
-async def _answers(client: Client) -> bool:
-    """Whether it is connected, or is so again within `PROBE_S`, and its server answers."""
-    try:
-        async with asyncio.timeout(PROBE_S):
-            while not client.is_connected and not client.is_closed:  # noqa: ASYNC110 - the client has no such event
-                await asyncio.sleep(0.1)
-            await client.rtt()
-    except (TimeoutError, OSError, nats.errors.Error):
-        return False
-    return True
+async def _ping(client: Client) -> None:
+    """Ends when the client is connected and its server answers. Not to be cancelled while the client lives: the answer
+    to a ping that nobody awaits any more ends its read loop."""
+    while not client.is_connected and not client.is_closed:  # noqa: ASYNC110 - the client has no such event
+        await asyncio.sleep(0.1)
+    await client.rtt(_LONG_S)
 
 
 async def _end(client: Client) -> None:

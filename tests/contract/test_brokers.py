@@ -72,7 +72,7 @@ async def test_a_follower_goes_on_when_its_consumer_was_deleted_under_it(served:
             seen.extend(recorded.seq for recorded in batch)
 
     task = asyncio.create_task(follow())
-    await until(lambda: seen == [1])
+    await until(lambda: seen == [1], 15.0)
     for n in range(3):
         for consumer in await journal.js.consumers_info(served.log()):
             await journal.js.delete_consumer(served.log(), consumer.name)

@@ -16,8 +16,10 @@ import pytest
 from nats.aio.client import Client
 
 from reef_bus import connection
+from reef_bus.config import Config, Nats
 from reef_bus.embedded import NatsServer
 from reef_bus.errors import Unavailable
+from reef_bus.inspect import reach
 from reef_bus.jetstream import JetStreamJournal, connect
 from reef_bus.journal import LOG, Journal, open_log
 from tests.contract.brokers import Served, draft
@@ -132,6 +134,13 @@ async def goes_on(
             await other.beat("engine", "e0", {"n": 1})
             await asyncio.sleep(0.05)
     assert heard[0] == {"n": 1}
+
+
+async def test_of_several_servers_the_first_that_answers_is_used(single: Served) -> None:
+    urls = f"nats://127.0.0.1:1,{single.servers.url}"
+    journal = await reach(Config(deployment=single.deployment, nats=Nats(url=urls)))
+    assert await journal.head(LOG) == 1
+    await journal.close()
 
 
 async def test_a_client_that_a_server_dismissed_is_replaced(single: Served) -> None:

@@ -10,19 +10,13 @@ from typing import Literal
 import pytest
 
 from reef_bus.errors import Conflict, Unavailable
-from reef_bus.events import Draft, Event, ReportReceived
+from reef_bus.events import Draft, Event
 from reef_bus.journal import LOG, MemoryJournal, MemoryStreams, check_position
 from tests.facts import failed, opened
-
-BOTH = pytest.mark.parametrize("semantics", ["single", "cluster"])
 
 
 def draft(event: Event, boot: str = "b") -> Draft:
     return Draft(event=event, writer="w/1", boot=boot)
-
-
-def report(id_: str = "rep-1", score: float = 1.0) -> ReportReceived:
-    return ReportReceived(scenario="s", report=id_, references=("r",), score=score, feedback="", metadata={})
 
 
 @pytest.mark.parametrize(("semantics", "answer"), [("single", "conflict"), ("cluster", "duplicate")])

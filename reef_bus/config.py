@@ -103,14 +103,17 @@ class Config(Part, frozen=True, kw_only=True):
         """Component ids; the first acts at once, the others are its standbys."""
         return ["publisher", *(f"publisher-{n}" for n in range(2, self.publication.publishers + 1))]
 
-    def policy(self, publisher: str = "publisher") -> Policy:
+    def patience_s(self, publisher: str) -> float:
+        """For how long a publisher leaves what is owed to the others."""
+        return 0.0 if publisher == "publisher" else STANDBY_S
+
+    def policy(self) -> Policy:
         published = self.publication
         return Policy(
             transport=published.transport,
             pause=published.pause,
             publish=published.publish,
             deadlines=published.deadlines,
-            patience_s=0.0 if publisher == "publisher" else STANDBY_S,
         )
 
 

@@ -31,14 +31,12 @@ class Restarts(msgspec.Struct, frozen=True, rename="kebab", forbid_unknown_field
 
 
 class Policy(msgspec.Struct, frozen=True, kw_only=True):
-    """What a publisher decides by, beside the log. `publish` is `every` candidate in its turn, or the `latest` one;
-    a standby has `patience_s`: it acts only when nothing was written for as long, so that two rarely collide."""
+    """What a publisher decides by, beside the log. `publish` is `every` candidate in its turn, or the `latest` one."""
 
     transport: str = "tcp"
     pause: str = "drain"
     publish: str = "every"
     deadlines: Deadlines = Deadlines()
-    patience_s: float = 0.0
 
 
 class Effect(msgspec.Struct, frozen=True):

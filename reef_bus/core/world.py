@@ -15,7 +15,7 @@ from reef_bus.core.ids import LoadId
 from reef_bus.core.membership import Membership
 from reef_bus.core.publication import SUPERSEDED, Publications
 from reef_bus.core.requests import Request
-from reef_bus.core.training import Training, links
+from reef_bus.core.training import Training, in_step, links
 from reef_bus.core.void import RULES, Tail, advance, why_void
 from reef_bus.errors import ContractError
 from reef_bus.events import (
@@ -106,6 +106,15 @@ def _evolve(world: World, recorded: Recorded) -> None:
             why = refusal(world, asked) or _moved(world, asked)
             world.requests[recorded.seq] = msgspec.structs.replace(asked, refused=why)
     requests.answered(world.requests, event)
+    _overtake(world)
+
+
+def _overtake(world: World) -> None:
+    """A request that cannot be met at some point of the log is dead from there on, whatever becomes possible later: so
+    only one of those who could answer it ever does, and nobody acts on what was decided in another situation."""
+    for seq, asked in world.requests.items():
+        if not asked.refused and (why := refusal(world, asked)):
+            world.requests[seq] = msgspec.structs.replace(asked, refused=why)
 
 
 def _deployment(world: World, recorded: Recorded) -> None:
@@ -140,7 +149,7 @@ def _check(world: World, recorded: Recorded) -> None:
             _contradiction(recorded, f"{candidate} was never a candidate")
         case CandidateReady():
             _check_candidate(world, recorded, event)
-        case TargetPersisted(sender="artifact"):
+        case TargetPersisted() if event.request or event.sender == "artifact":
             _check_rollback(world, recorded, event)
         case TargetPersisted():
             _check_target(world, recorded, event)
@@ -170,7 +179,7 @@ def _check_target(world: World, recorded: Recorded, event: TargetPersisted) -> N
     elif (event.manifest, event.weights) != (candidate.manifest, candidate.weights):
         found = f"manifest {event.manifest} in blob {event.weights.digest}"
         _contradiction(recorded, f"it names {found}, its candidate {candidate.manifest} in {candidate.weights.digest}")
-    if world.publications.ended.get(event.candidate) in ("halted", "refused", SUPERSEDED):
+    if event.candidate in world.publications.ended:
         _contradiction(recorded, f"candidate {event.candidate} was {world.publications.ended[event.candidate]}")
     _check_attempt(world, recorded, event)
 
@@ -179,7 +188,7 @@ def _check_rollback(world: World, recorded: Recorded, event: TargetPersisted) ->
     """Old content under a new load id: what was committed before, and what somebody asked for."""
     head, asked = world.publications.head, world.requests.get(event.request)
     release = world.publications.releases.get(asked.about) if asked and asked.name == "RollbackRequested" else None
-    if asked is None or release is None:
+    if asked is None or release is None or event.sender != "artifact":
         _contradiction(recorded, f"no rollback was asked for at {event.request}, or it was answered before")
     if head is None or event.parent != head.load_id or asked.head != head.load_id:
         _contradiction(recorded, f"the rollback at {event.request} was decided on {asked.head}, which is not the head")
@@ -261,7 +270,7 @@ def refusal(world: World, asked: Request) -> str:
             held = job is not None and job.candidate == about and job.evaluated
             return "" if held else "not_held"
         case "JobDiscardRequested":
-            return "" if job is not None and job.id == about else "not_open"
+            return ("in_step" if in_step(job) else "") if job is not None and job.id == about else "not_open"
         case "JobRestoreRequested":
             return "" if job is not None and job.id == about and job.ambiguous else "not_ambiguous"
         case "EngineRetireRequested":

@@ -188,7 +188,9 @@ def _release(ledger: Ledger, recorded: Recorded) -> None:
             if not ledger.open.target.request:
                 ledger.ended[ledger.open.target.candidate] = "halted"
             ledger.open = None
-        case PublicationRefused(request=0) as event:
+        case PublicationRefused(request=request) if request:
+            ledger.rollbacks.pop(request, None)
+        case PublicationRefused() as event:
             if event.candidate in ledger.targeted:
                 text = f"candidate {event.candidate} is refused at {seq}, after its target had raised a fence"
                 ledger.findings.add(10, text, [ledger.targeted[event.candidate], seq])
@@ -251,6 +253,8 @@ def _wrong_ancestry(ledger: Ledger, event: TargetPersisted) -> Wrong:
     if content is None or event.candidate not in ledger.selected:
         yield "decision", "which no trainer had selected"
         return
+    if event.candidate in ledger.ended and event.candidate not in ledger.refused:
+        yield "decision", f"which was {ledger.ended[event.candidate]} before, and no rollback asked for it"
     base = content.base
     while base != ledger.head_candidate and ledger.ended.get(base) == SUPERSEDED:
         base = ledger.contents[base].base

@@ -5,6 +5,8 @@ Knows: the world, the policy, the time. Must not know: how weights travel, or ot
 
 from __future__ import annotations
 
+import msgspec
+
 from reef_bus.core.effects import (
     Append,
     Deadlines,
@@ -15,8 +17,8 @@ from reef_bus.core.ids import LoadId, derived
 from reef_bus.core.membership import Engine, Report, current
 from reef_bus.core.publication import MAX_ATTEMPTS, SUPERSEDED, Publication
 from reef_bus.core.reactions.common import SECOND, word
-from reef_bus.core.reactions.operator import halts, refusals, refuse, retirements, standing
-from reef_bus.core.requests import Request
+from reef_bus.core.reactions.operator import halts, refusals, refuse, retirements
+from reef_bus.core.requests import Request, wanted
 from reef_bus.core.serving import live, present
 from reef_bus.core.training import Candidate, Sender
 from reef_bus.core.world import World, agrees, reaches_head
@@ -36,18 +38,15 @@ from reef_bus.events import (
 
 def publisher(world: World, policy: Policy, now: int, silent: frozenset[str] = frozenset()) -> list[Debt]:
     """What publishers owe; they decide alike. `now` in ns since the epoch; `silent` boots whose heartbeats lapsed."""
-    if world.publications.head is None or _waits(world, policy, now):
+    if world.publications.head is None:
         return []
-    open_ = world.publications.open
+    open_, rollback = world.publications.open, wanted(world.requests, RollbackRequested)
     first = [*refusals(world), *retirements(world), *_outcasts(world, open_, silent)]
+    if rollback and (unable := _unable(world, "files")):  # before anything is halted for it
+        return [*first, refuse(world, rollback, "transport", f"a rollback is read from files, refused by {unable}")]
     if open_:
         return first + (halts(world, open_) or _drive(world, open_, policy.deadlines, now))
-    return first + (_rollback(world) or _next_target(world, policy))
-
-
-def _waits(world: World, policy: Policy, now: int) -> bool:
-    """A standby leaves fresh debts to whoever acts first; what is still owed when the log has been quiet is its own."""
-    return policy.patience_s > 0 and now < world.time + policy.patience_s * SECOND
+    return first + (_rollback(world, rollback, policy) if rollback else _next_target(world, policy))
 
 
 def _members(world: World) -> list[Engine]:
@@ -86,24 +85,24 @@ def _next_target(world: World, policy: Policy) -> list[Debt]:
     if not members:
         return []
     offers = world.training.offers
-    unable = [e.id for e in members if policy.transport not in e.accepts]
+    unable = _unable(world, policy.transport)
     if unable or policy.transport not in offers:
         detail = f"transport {policy.transport}: the trainer offers {list(offers)}, refused by {unable}"
         return [_refuse(world, candidate, "transport", detail)]
     return [_target(world, candidate, members, policy)]
 
 
-def _rollback(world: World) -> list[Debt]:
-    """The oldest rollback that was in order when it was asked for; it precedes every candidate."""
-    asked = standing(world, RollbackRequested)
-    if asked is None:
+def _unable(world: World, transport: str) -> list[str]:
+    return [engine.id for engine in _members(world) if transport not in engine.accepts]
+
+
+def _rollback(world: World, asked: Request, policy: Policy) -> list[Debt]:
+    """It precedes every candidate; with no engine joined it waits, and so do they."""
+    release, members = world.publications.releases[asked.about], _members(world)
+    if not members:
         return []
-    release = world.publications.releases[asked.about]
-    candidate, members = world.training.candidates[release.candidate], _members(world)
-    unable = [e.id for e in members if "files" not in e.accepts]
-    if unable:
-        return [refuse(world, asked, "transport", f"a rollback is read from files, refused by {unable}")]
-    return [_target(world, candidate, members, Policy(transport="files"), asked)] if members else []
+    candidate = world.training.candidates[release.candidate]
+    return [_target(world, candidate, members, msgspec.structs.replace(policy, transport="files"), asked)]
 
 
 def _successor(world: World, candidate: str) -> str:

@@ -6,24 +6,29 @@ What each engine's memory really holds is kept here, so that the serving rule ca
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from typing import Literal
 
 from msgspec.structs import replace
 
 from reef_bus.core import effects as do
-from reef_bus.core import reactions
+from reef_bus.core import invariants, reactions
 from reef_bus.core.effects import Debt, Effect, Me, Policy
 from reef_bus.core.serving import may_generate
 from reef_bus.core.world import World, fold
 from reef_bus.envelope import identify, payload
 from reef_bus.events import (
+    CandidateReady,
     ComponentLost,
     Draft,
     Event,
+    JobStarted,
     Member,
+    PublicationRefused,
     Recorded,
     ReleaseCommitted,
+    RollbackRequested,
     TargetPersisted,
     TransferAborted,
 )
@@ -32,6 +37,17 @@ from tests.spec import MILLI, SECOND, Scribe
 
 Fault = Literal["none", "fail", "lie", "lose_ack", "late", "never", "misspell"]
 FAULTS: tuple[Fault, ...] = ("none", "none", "none", "none", "fail", "lie", "lose_ack", "late", "never", "misspell")
+
+Request = Literal["rollback", "promote", "discard", "restore", "retire", "halt"]
+REQUESTS: tuple[Request, ...] = ("rollback", "promote", "discard", "restore", "retire", "halt")
+ANSWERS = {
+    "RollbackRequested": ("TargetPersisted", "PublicationRefused"),
+    "PromotionRequested": ("CandidateSelected", "RequestRefused"),
+    "JobDiscardRequested": ("JobDiscarded", "RequestRefused"),
+    "JobRestoreRequested": ("JobStarted", "RequestRefused"),
+    "EngineRetireRequested": ("EngineExcluded", "RequestRefused"),
+    "PublicationHaltRequested": ("PublicationHalted", "RequestRefused"),
+}
 
 
 class Actor:
@@ -59,8 +75,16 @@ class Actor:
 
 
 class Fleet:
-    def __init__(self, semantics: Literal["single", "cluster"] = "single", engines: int = 3) -> None:
+    def __init__(
+        self,
+        semantics: Literal["single", "cluster"] = "single",
+        engines: int = 3,
+        publish: str = "every",
+        in_place: bool = False,
+        hold: bool = False,
+    ) -> None:
         self.semantics, self.scribe, self.truth = semantics, Scribe(), World()
+        self.policy, self.in_place, self.hold = Policy(publish=publish), in_place, hold
         self.trainer = Actor("trainer", "t")
         self.publishers = [Actor("publisher", "p0"), Actor("publisher", "p1")]
         self.engines = [Actor("engine", f"e{n}") for n in range(engines)]
@@ -98,6 +122,49 @@ class Fleet:
     def wait(self, seconds: float) -> None:
         self.scribe.now += int(seconds * SECOND)
 
+    def ask(self, kind: Request, chance: random.Random) -> None:
+        """A person asks for something: mostly on the head as it is and about what is there, else about anything."""
+        event = self._request(kind, chance)
+        if chance.random() < 0.2:
+            event = replace(event, head=facts.L(chance.randrange(9)))
+        self._store(Draft(event=event, writer="person/ann", boot="cli"), 0)
+
+    def decide(self, chance: random.Random) -> None:
+        """A person looks at the job, and decides on it if it waits for that."""
+        job = self.truth.training.job
+        asked = {request.about for request in self.truth.requests.values() if not request.refused}
+        if job and job.ambiguous and job.id not in asked:
+            self._say(chance.choice([facts.restore_asked(job.id), facts.discard_asked(job.id)]))
+        elif self.hold and job and job.evaluated and not asked & {job.id, job.candidate}:
+            self._say(chance.choice([facts.promotion_asked(job.candidate), facts.discard_asked(job.id)]))
+
+    def _say(self, event: Event) -> None:
+        """On the head as it is."""
+        now = self.truth.publications.head
+        known = replace(event, head=now.load_id if now else "")  # type: ignore[call-arg]
+        self._store(Draft(event=known, writer="person/ann", boot="cli"), 0)
+
+    def _request(self, kind: Request, chance: random.Random) -> Event:
+        world = self.truth
+        now, job, open_ = world.publications.head, world.training.job, world.publications.open
+        on = int(now.load_id.removeprefix("inc:")) if now else 0
+        releases = [int(name.removeprefix("inc:")) for name in world.publications.releases]
+        match kind:
+            case "rollback":
+                return facts.rollback_asked(chance.choice([*releases, 99]), on)
+            case "promote":
+                return facts.promotion_asked(chance.choice([*list(world.training.candidates)[-2:], "c?"]), on)
+            case "discard":
+                return facts.discard_asked(job.id if job else "j?", on)
+            case "restore":
+                return facts.restore_asked(job.id if job else "j?", on)
+            case "retire":
+                engine = chance.choice(self.engines)
+                return facts.retire_asked(engine.name, max(1, engine.starts - chance.randrange(2)), on)
+            case "halt":
+                event = facts.halt_asked(99, on)
+                return replace(event, publication=open_.id) if open_ else event
+
     def land(self) -> None:
         """What was under way arrives: compared as any append is, or, by another spelling of the filter, not at all."""
         flying, self.in_flight = self.in_flight, []
@@ -129,7 +196,7 @@ class Fleet:
                 return reactions.engine(actor.world, actor.me, Policy().deadlines)
         alive = {engine.boot for engine in self.engines} - self.slandered
         silent = {e.boot for e in actor.world.membership.engines.values()} - alive
-        return reactions.publisher(actor.world, Policy(), self.scribe.now, frozenset(silent))
+        return reactions.publisher(actor.world, self.policy, self.scribe.now, frozenset(silent))
 
     # -- hands
 
@@ -178,7 +245,7 @@ class Fleet:
         name = actor.name
         match effect:
             case do.Join():
-                return facts.trainer_joined() if actor is self.trainer else facts.joined(name)
+                return facts.trainer_joined(in_place=self.in_place) if actor is self.trainer else facts.joined(name)
             case do.Register():
                 return facts.registered()
             case do.AssembleBatch(base=base, step=step):
@@ -190,6 +257,8 @@ class Fleet:
             case do.Evaluate(candidate=candidate):
                 return facts.evaluated(candidate.id)
             case do.Decide(candidate=candidate):
+                if self.hold and fault != "fail":
+                    return None
                 return facts.rejected(candidate.id) if fault == "fail" else facts.selected(candidate.id)
             case do.OfferWeights(publication=open_):
                 word = facts.offer_failed(0) if fault == "fail" else facts.offered(0, open_.candidate)
@@ -223,10 +292,10 @@ class Fleet:
                 assert self.audit.committed.get(head.load_id) == head.manifest
                 assert Member(engine.name, engine.boot) not in self.audit.fence(engine.world.seq), "generates, fenced"
 
-    def settle(self, seconds: int = 1500) -> None:
-        """Faults off: time passes, everybody reads and acts. Invariant 12 is that this ends."""
+    def settle(self, seconds: int = 1500, seed: int = 0) -> None:
+        """Faults off: time passes, everybody reads and acts, people too. Invariant 12 is that this ends."""
         self.dispatching, self.slandered = False, frozenset()
-        end = self.scribe.now + seconds * SECOND
+        end, chance = self.scribe.now + seconds * SECOND, random.Random(seed)
         self.land()
         while not self.done():
             assert self.scribe.now < end, [f"{r.seq} {r.name} {r.boot}" for r in self.log[-20:]]
@@ -235,13 +304,16 @@ class Fleet:
                 self.catch_up(actor)
                 moved |= self.act(actor)
                 self.check()
+            self.decide(chance)
             self.wait(0 if moved else 5)
+        assert [v.text for v in invariants.check(self.log, [], None).violations] == []
 
     def done(self) -> bool:
         world = self.truth
         ended = all(c in world.publications.ended for c in world.training.selected)
         idle = world.publications.open is None and world.training.job is None and world.training.scenario != ""
-        return ended and idle and all(may_generate(world, e.name, e.boot) for e in self.engines)
+        answered = not world.requests and not self.audit.pending
+        return ended and idle and answered and all(may_generate(world, e.name, e.boot) for e in self.engines)
 
 
 class Audit:
@@ -249,7 +321,14 @@ class Audit:
 
     def __init__(self) -> None:
         self.committed: dict[str, str] = {}
+        self.contents: dict[str, str] = {}
         self.named: dict[str, str] = {}
+        self.bases: dict[str, str] = {}
+        self.fates: dict[str, str] = {}
+        self.pending: dict[int, Event] = {}
+        self.ambiguous = False
+        self.rollback = False
+        self.candidate = ""
         self.head = ""
         self.sequence = 0
         self.job = ""
@@ -270,14 +349,32 @@ class Audit:
 
     def _saw(self, recorded: Recorded) -> None:
         event, name = recorded.event, recorded.name
+        if event.family == "operator":
+            self.pending[recorded.seq] = event
+        if request := getattr(event, "request", 0):
+            asked = self.pending.pop(request, None)
+            assert asked is not None, f"{recorded.seq} {name} answers {request}: never asked, or answered"
+            assert name in ANSWERS[type(asked).__name__], f"{name} is no answer to {type(asked).__name__}"
+            if isinstance(event, TargetPersisted) and isinstance(asked, RollbackRequested):
+                assert (asked.head, self.contents[asked.release]) == (self.head, event.candidate)
         if name == "ScenarioRegistered":
             self.head, self.committed["inc:0"] = "inc:0", facts.digest("base")
+            self.contents["inc:0"] = "base"
+        elif name == "JobAmbiguous":
+            self.ambiguous = True
+        elif isinstance(event, JobStarted):
+            assert not self.ambiguous or event.request, "an ambiguous job goes on by itself"
+            self.ambiguous = False
+        elif isinstance(event, CandidateReady):
+            self.bases[event.candidate] = event.base
+        elif isinstance(event, PublicationRefused) and not event.request:
+            self._end(event.candidate, event.reason)
         elif name == "JobDispatched":
             assert not self.job, "two open jobs"
             self.job = event.job  # type: ignore[attr-defined]
-        elif name in ("JobDropped", "CandidateSelected", "CandidateRejected"):
+        elif name in ("JobDropped", "JobDiscarded", "CandidateSelected", "CandidateRejected"):
             assert self.job, f"{name} without a job"
-            self.job = ""
+            self.job, self.ambiguous = "", False
         elif name in ("ReceiverVerified", "ReceiverFailed"):
             key = (recorded.boot, event.publication, event.attempt)  # type: ignore[attr-defined]
             self.words.setdefault(key, event)
@@ -290,14 +387,33 @@ class Audit:
         elif isinstance(event, ReleaseCommitted):
             self._commit(event)
         elif name == "PublicationHalted":
+            self._end("" if self.rollback else self.candidate, "halted")
             self.publication = ""
+
+    def _end(self, candidate: str, how: str) -> None:
+        """A candidate has one fate; a rollback decides on none."""
+        assert candidate not in self.fates, f"{candidate} was {self.fates[candidate]}, and is {how}"
+        if candidate:
+            self.fates[candidate] = how
 
     def _target(self, event: TargetPersisted) -> None:
         number = int(event.load_id.removeprefix("inc:"))
         assert not self.publication and number > self.sequence and event.parent == self.head and event.members
         assert event.load_id not in self.named
+        self._content(event)
         self.named[event.load_id], self.sequence = event.manifest, number
+        self.rollback, self.candidate = bool(event.request), event.candidate
         self.publication, self.attempt = event.publication, (1, frozenset(event.members))
+
+    def _content(self, event: TargetPersisted) -> None:
+        """What the candidate hashes to, and that its base chain leads to the head."""
+        assert (event.manifest, event.weights) == (facts.digest(event.candidate), facts.blob(event.candidate))
+        assert event.sender == ("artifact" if event.request else "trainer")
+        if not event.request:
+            base = self.bases[event.candidate]
+            while self.fates.get(base) == "superseded":
+                base = self.bases[base]
+            assert base == self.contents[self.head] and event.candidate not in self.fates
 
     def _commit(self, event: ReleaseCommitted) -> None:
         members = self.attempt[1]
@@ -309,4 +425,5 @@ class Audit:
             said = (type(word).__name__, word.load_id, word.manifest)  # type: ignore[attr-defined]
             assert said == ("ReceiverVerified", event.load_id, event.manifest)
         self.head, self.publication = event.load_id, ""
-        self.committed[event.load_id] = event.manifest
+        self.committed[event.load_id], self.contents[event.load_id] = event.manifest, event.candidate
+        self._end("" if self.rollback else event.candidate, "committed")

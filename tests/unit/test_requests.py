@@ -25,6 +25,7 @@ from reef_bus.events import (
     RequestRefused,
     TargetPersisted,
 )
+from reef_bus.recipe import HoldForReview
 from tests.facts import (
     E0,
     E1,
@@ -227,6 +228,12 @@ def test_a_request_that_was_overtaken_stays_dead_when_it_could_be_met_again() ->
 
 
 # -- held candidates
+
+
+def test_a_hold_rejects_what_is_not_finite_and_leaves_the_rest_to_a_person() -> None:
+    candidate = given(*HELD).world.training.candidates["c1"]
+    assert HoldForReview().decide(candidate, {"loss": 0.5}).select is None
+    assert HoldForReview().decide(candidate, {"loss": float("nan")}).select is False
 
 
 def test_promotion_selects_in_the_persons_name() -> None:

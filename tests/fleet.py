@@ -114,6 +114,12 @@ class Fleet:
         actor.reboot()
         self.catch_up(actor)
 
+    def die_in_step(self) -> None:
+        """The trainer ends between its first optimizer step and a durable candidate, if it is there."""
+        job = self.truth.training.job
+        if job and job.boot == self.trainer.boot and not job.candidate:
+            self.crash(self.trainer)
+
     def lose(self, actor: Actor) -> None:
         """A supervisor records that the actor's process ended; whether it really did is another matter."""
         event = ComponentLost(component=actor.name, exit=-9)
@@ -136,7 +142,8 @@ class Fleet:
         if job and job.ambiguous and job.id not in asked:
             self._say(chance.choice([facts.restore_asked(job.id), facts.discard_asked(job.id)]))
         elif self.hold and job and job.evaluated and not asked & {job.id, job.candidate}:
-            self._say(chance.choice([facts.promotion_asked(job.candidate), facts.discard_asked(job.id)]))
+            promote = chance.random() < 0.8
+            self._say(facts.promotion_asked(job.candidate) if promote else facts.discard_asked(job.id))
 
     def _say(self, event: Event) -> None:
         """On the head as it is."""

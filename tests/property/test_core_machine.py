@@ -52,6 +52,10 @@ class Deployment(RuleBasedStateMachine):
         self.fleet.crash(self.fleet.actors[who])
 
     @rule()
+    def die_in_step(self) -> None:
+        self.fleet.die_in_step()
+
+    @rule()
     def land(self) -> None:
         self.fleet.land()
 
@@ -117,19 +121,21 @@ def test_long_runs_with_faults_end_well(seed: int) -> None:
     chance = random.Random(seed)
     publish = "latest" if seed & 2 else "every"
     fleet = Fleet("cluster" if seed & 1 else "single", publish=publish, in_place=bool(seed & 4), hold=bool(seed & 8))
-    for _ in range(400):
+    for _ in range(500):
         actor = chance.choice(fleet.actors)
         fleet.catch_up(actor, chance.choice([1, 3, 99]))
         fleet.act(actor, chance.choice(FAULTS) if chance.random() < 0.3 else "none")
         if chance.random() < 0.02:
             fleet.crash(chance.choice(fleet.actors))
+        if chance.random() < 0.05:
+            fleet.die_in_step()
         if chance.random() < 0.1:
             fleet.land()
         if chance.random() < 0.02:
             fleet.wait(chance.choice([1, 11, 31]))
         if chance.random() < 0.03:
             fleet.ask(chance.choice(REQUESTS), chance)
-        if chance.random() < 0.1:
+        if chance.random() < 0.2:
             fleet.decide(chance)
         fleet.check()
     fleet.settle(seed=seed)

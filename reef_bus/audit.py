@@ -14,7 +14,7 @@ import msgspec
 
 from reef_bus.artifacts import ArtifactStore
 from reef_bus.core.invariants import Batches, Consumption, Trained, Unread
-from reef_bus.envelope import from_json, to_json
+from reef_bus.envelope import decode_line, from_json, to_json
 from reef_bus.errors import ContractError, Rejected, Unavailable
 from reef_bus.events import JobDispatched, Recorded
 from reef_bus.journal import LOG, RECORDS, Journal
@@ -130,60 +130,61 @@ def read_export(path: Path | str) -> History:
     ContractError, naming the line, for a line that is cut off or cannot be read."""
     streams: dict[str, list[Recorded]] = {LOG: [], RECORDS: []}
     batches: dict[str, Consumption | Unread] = {}
+    lines = 0
     try:
         with open(path, "rb") as file:
-            for number, line in enumerate(file, 1):
-                _take(f"{path}, line {number}", line, streams, batches)
+            for line in file:
+                lines += 1
+                _take(line, streams, batches)
     except OSError as error:
         raise Rejected(f"cannot read {path}: {error.strerror}; `reef-bus export -o FILE` writes one", 404) from error
+    except ContractError as error:
+        raise ContractError(f"{path}, line {lines}: {error}", error.seq) from error
     return History(tuple(streams[LOG]), tuple(streams[RECORDS]), batches or None)
 
 
-def _take(
-    where: str, line: bytes, streams: dict[str, list[Recorded]], batches: dict[str, Consumption | Unread]
-) -> None:
-    value = _object(where, line)
+def _take(line: bytes, streams: dict[str, list[Recorded]], batches: dict[str, Consumption | Unread]) -> None:
+    stream, found = decode_line(line) or _read_line(line)
+    if not isinstance(found, Recorded):
+        batches[stream] = found
+        return
+    home = FAMILIES[found.event.family].stream
+    if home != stream:
+        raise ContractError(f"{found.name} is on {stream}; it belongs on {home}", found.seq)
+    streams[stream].append(found)
+
+
+def _read_line(line: bytes) -> tuple[str, Recorded | Consumption | Unread]:
+    """A line of any form: its stream and the event there, or a batch under its digest; or what is wrong with it."""
+    value = _object(line)
     stream = value.get("stream")
     if stream == BATCH:
-        digest = _digest(where, value)
-        batches[digest] = _consumption(where, value)
-    elif isinstance(stream, str) and stream in streams:
-        streams[stream].append(_recorded(where, stream, value))
-    else:
-        raise ContractError(f"{where}: stream is {stream!r}; expected one of {[*streams, BATCH]}")
+        return _digest(value), _consumption(value)
+    if stream not in (LOG, RECORDS):
+        raise ContractError(f"stream is {stream!r}; expected one of {[LOG, RECORDS, BATCH]}")
+    return stream, from_json(value)
 
 
-def _object(where: str, line: bytes) -> dict[str, Any]:
+def _object(line: bytes) -> dict[str, Any]:
     try:
         return msgspec.json.decode(line, type=dict[str, Any])
     except (msgspec.MsgspecError, UnicodeError) as error:
         if not line.endswith(b"\n"):
-            raise ContractError(f"{where}: the last line is cut off; export again, or remove it") from error
-        raise ContractError(f"{where}: {error}; expected one JSON object, as `reef-bus export` writes it") from error
+            raise ContractError("the last line is cut off; export again, or remove it") from error
+        raise ContractError(f"{error}; expected one JSON object, as `reef-bus export` writes it") from error
 
 
-def _recorded(where: str, stream: str, value: Mapping[str, Any]) -> Recorded:
-    try:
-        found = from_json(value)
-    except ContractError as error:
-        raise ContractError(f"{where}: {error}", error.seq) from error
-    home = FAMILIES[found.event.family].stream
-    if home != stream:
-        raise ContractError(f"{where}: {found.name} is on {stream}; it belongs on {home}", found.seq)
-    return found
-
-
-def _digest(where: str, value: Mapping[str, Any]) -> str:
+def _digest(value: Mapping[str, Any]) -> str:
     digest = value.get("digest")
     if not isinstance(digest, str):
-        raise ContractError(f"{where}: a batch without a digest, found {digest!r}")
+        raise ContractError(f"a batch without a digest, found {digest!r}")
     return digest
 
 
-def _consumption(where: str, value: Mapping[str, Any]) -> Consumption | Unread:
+def _consumption(value: Mapping[str, Any]) -> Consumption | Unread:
     if "unread" in value:
         return Unread(str(value["unread"]))
     try:
         return msgspec.convert(value, Consumption)
     except msgspec.ValidationError as error:
-        raise ContractError(f"{where}: this is no batch: {error}") from error
+        raise ContractError(f"this is no batch: {error}") from error

@@ -21,8 +21,18 @@ from reef_bus.errors import ReefError, Rejected, Unavailable
 
 OK, NOT_IN_ORDER, MISTAKE, NO_ANSWER, INTERRUPTED = 0, 1, 2, 3, 130
 COMMANDS = "reef_bus.commands"
-EXTRAS = {"aiohttp": "serve", "yaml": "serve", "xxhash": "weights", "safetensors": "weights", "torch": "torch"}
-EXTRAS |= {"numpy": "torch", "rich": "demo", "psutil": "demo"}
+REQUESTS = {
+    "rollback": ("publish an earlier release again, under a new load id", "scenario", "release"),
+    "promote": ("select a candidate that is held for review", "scenario", "candidate"),
+    "discard": ("end a job without a candidate", "scenario", "job"),
+    "retrain": ("train an ambiguous job again, from its stored base", "scenario", "job"),
+    "halt": ("give an open publication up", "scenario", "publication"),
+    "retire": ("take the present boot of an engine out", "engine"),
+    "resume": ("have a component started again that the supervisor gave up", "component"),
+}
+"""What a person may ask for: what it means, and what it names."""
+EXTRAS = {"aiohttp": "serve", "prometheus_client": "serve", "yaml": "serve", "xxhash": "weights"}
+EXTRAS |= {"safetensors": "weights", "torch": "torch", "numpy": "torch", "rich": "demo", "psutil": "demo"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -122,6 +132,12 @@ def _parser() -> Parser:
     streams.add_argument(
         "what", choices=("plan", "apply"), help="apply creates what is missing, opens an empty log, changes nothing"
     )
+    for name, (text, *words) in REQUESTS.items():
+        request = add(name, text, _request)
+        for word in words:
+            request.add_argument(word, metavar=word.upper(), help="as `status` and `log` show it")
+        request.set_defaults(request=name, words=words)
+        _operator_options(request)
     add("doctor", "what this machine has and lacks, and what is wrong with a deployment on it", _doctor)
     return parser
 
@@ -167,6 +183,11 @@ def _log_options(log: argparse.ArgumentParser) -> None:
     log.add_argument("--records", action="store_true", help="answers and reports instead of decisions")
 
 
+def _operator_options(request: argparse.ArgumentParser) -> None:
+    request.add_argument("--why", metavar="TEXT", required=True, help="the reason, for who reads the log later")
+    request.add_argument("--actor", metavar="NAME", default="", help="who asks (default: this system's user)")
+
+
 # -- commands
 
 
@@ -206,6 +227,12 @@ def _export(args: argparse.Namespace) -> int:
     from reef_bus import cli_audit
 
     return asyncio.run(cli_audit.export(args))
+
+
+def _request(args: argparse.Namespace) -> int:
+    from reef_bus import cli_operator
+
+    return asyncio.run(cli_operator.request(args))
 
 
 def _streams(args: argparse.Namespace) -> int:

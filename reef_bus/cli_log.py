@@ -35,7 +35,8 @@ GREEN, YELLOW, RED = 32, 33, 31
 COLOURS = {
     **dict.fromkeys(("ok", "serving", "running"), GREEN),
     **dict.fromkeys(("absent", "warning", "unchecked", "fenced", "catching-up"), YELLOW),
-    **dict.fromkeys(("failed", "violation", "contradiction", "void", "excluded", "left", "halted", "down"), RED),
+    **dict.fromkeys(("failed", "violation", "contradiction", "void", "excluded", "left"), RED),
+    **dict.fromkeys(("halted", "unconfirmed", "down"), RED),
 }
 
 
@@ -72,7 +73,8 @@ def _age(seconds: float | None) -> str:
     return f"{seconds:.1f} s"
 
 
-def _line(recorded: Recorded, verdict: str = "") -> str:
+def line(recorded: Recorded, verdict: str = "") -> str:
+    """An event on one line, with the reason when it does not count."""
     text = f"{recorded.seq:>6}  {_when(recorded.time)}  {recorded.writer:<20} {recorded.name:<18} "
     return text + views.sentence(recorded.event) + (f"  [{paint(verdict)}]" if verdict else "")
 
@@ -88,7 +90,7 @@ def _status_lines(state: dict[str, Any]) -> Iterable[str]:
         held = f"holds {each['holds'] or 'nothing proven'}"
         yield f"engine       {engine:<12} {paint(each['state'])}, {held}, boot {each['boot']} at {each['url']}"
     for component, each in state["components"].items():
-        word = "halted" if each["halted"] else "running" if each["running"] else "down"
+        word = each["state"] if each["state"] in COLOURS else "down"
         yield f"component    {component:<12} {paint(word)}, started {each['starts']}×, lost {each['lost']}×"
     if state["open_job"]:
         yield f"job          {state['open_job']['job']}, attempt {state['open_job']['attempt']}"
@@ -143,7 +145,7 @@ def _print_status(args: argparse.Namespace, config: Config, judge: Judge, last: 
         return
     if args.watch and sys.stdout.isatty():
         sys.stdout.write("\x1b[H\x1b[2J")
-    newest = ["last events", *map(_line, last)] if last else ["no event yet; `reef-bus demo` or `up` makes some"]
+    newest = ["last events", *map(line, last)] if last else ["no event yet; `reef-bus demo` or `up` makes some"]
     say("\n".join([*_status_lines(state), *newest, *([""] if args.watch else [])]))
 
 
@@ -212,7 +214,7 @@ def _print_event(args: argparse.Namespace, recorded: Recorded, verdict: str) -> 
     if args.json:
         say_json(to_json(recorded) | ({"void": verdict} if verdict else {}))
     else:
-        say(_line(recorded, verdict))
+        say(line(recorded, verdict))
 
 
 async def _show_event(args: argparse.Namespace, seq: int) -> int:
@@ -240,5 +242,5 @@ def _event_lines(recorded: Recorded, up: Iterable[Recorded], down: Iterable[Reco
     yield from (f"{key:<14} {value}" for key, value in envelope.items())
     yield json.dumps(payload, ensure_ascii=False, indent=2)
     for title, found in (("because of", up), ("led to", down)):
-        lines = list(map(_line, found))
+        lines = list(map(line, found))
         yield from [title, *lines] if lines else [f"{title}: nothing on the log"]

@@ -78,6 +78,14 @@ class Publication(Part, frozen=True, kw_only=True):
     deadlines: Deadlines = Deadlines()
 
 
+class Metrics(Part, frozen=True, kw_only=True):
+    """Prometheus. Components listen from `port` on, one port each, in the order in which they are started, the
+    supervisor last; 0: nobody does."""
+
+    host: str = "127.0.0.1"
+    port: int = 0
+
+
 class Config(Part, frozen=True, kw_only=True):
     """Everything that the roles of one deployment must agree on."""
 
@@ -92,6 +100,7 @@ class Config(Part, frozen=True, kw_only=True):
     training: Training = Training()
     publication: Publication = Publication()
     supervision: Restarts = Restarts()
+    metrics: Metrics = Metrics()
 
     def folder(self, *parts: str) -> Path:
         """A folder of the state directory, created when it is missing."""
@@ -106,6 +115,19 @@ class Config(Part, frozen=True, kw_only=True):
     def patience_s(self, publisher: str) -> float:
         """For how long a publisher leaves what is owed to the others."""
         return 0.0 if publisher == "publisher" else STANDBY_S
+
+    def components(self) -> dict[str, str]:
+        """Component id → role, in the order in which they are started."""
+        engines = dict.fromkeys(self.inference.engines, "engine")
+        publishers = dict.fromkeys(self.publishers(), "publisher")
+        return {"trainer": "trainer", **engines, **publishers, "gateway": "gateway"}
+
+    def metrics_port(self, component: str) -> int:
+        """Raises Rejected for a component that this configuration does not name."""
+        known = [*self.components(), "supervisor"]
+        if component not in known:
+            raise Rejected(f"component {component!r} has no metrics port: the configuration names {', '.join(known)}")
+        return self.metrics.port + known.index(component)
 
     def policy(self) -> Policy:
         published = self.publication

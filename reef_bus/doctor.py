@@ -32,7 +32,7 @@ from reef_bus.errors import ReefError, Rejected
 from reef_bus.inspect import STATE, announced, reach, runs, target
 
 EXTRAS: Mapping[str, tuple[str, ...]] = {
-    "serve": ("aiohttp", "yaml"),
+    "serve": ("aiohttp", "prometheus_client", "yaml"),
     "weights": ("xxhash", "safetensors"),
     "torch": ("torch", "numpy"),
     "demo": ("rich", "psutil"),

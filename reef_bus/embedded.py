@@ -66,11 +66,16 @@ def held(path: Path) -> bool:
 
 
 class NatsServer:
-    """One server. After `kill` or a crash, `start` again brings it back on the same port with the same store."""
+    """One server. After `kill` or a crash, `start` again brings it back on the same port with the same store.
 
-    def __init__(self, folder: Path, port: int = 0) -> None:
+    `more` is further configuration, in the server's own words.
+    """
+
+    def __init__(self, folder: Path, port: int = 0, *, name: str = "reef", more: str = "") -> None:
         self.folder = folder
         self.port = port
+        self.name = name
+        self.more = more
         self.process: subprocess.Popen[bytes] | None = None
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._lock = Lock(folder / "lock", f"state folder {folder}")
@@ -82,7 +87,7 @@ class NatsServer:
     def start(self) -> None:
         """Start and wait until it listens. Raises Unavailable with the end of its log when it does not come up."""
         config = self.folder / "nats.conf"
-        config.write_text(_configuration(self.folder, self.port))
+        config.write_text(_configuration(self))
         for stale in self.folder.glob("*.ports"):
             stale.unlink()
         with (self.folder / "nats.log").open("ab") as out:
@@ -143,10 +148,11 @@ def die_with_parent() -> None:
         _LIBC.prctl(1, signal.SIGKILL)
 
 
-def _configuration(folder: Path, port: int) -> str:
-    store = msgspec.json.encode(str((folder / "store").resolve())).decode()
+def _configuration(server: NatsServer) -> str:
+    store = msgspec.json.encode(str((server.folder / "store").resolve())).decode()
     return (
-        f"server_name: reef\n"
-        f'listen: "127.0.0.1:{port or -1}"\n'
+        f"server_name: {server.name}\n"
+        f'listen: "127.0.0.1:{server.port or -1}"\n'
         f"jetstream {{ store_dir: {store}, sync_interval: always, max_memory_store: 64MB }}\n"
+        f"{server.more}"
     )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -19,10 +19,34 @@ from reef_bus.topology import parse
 from reef_bus.upcast import upcast
 
 SPEC_VERSION = "1.0"
+SOURCE = "/reef/"
 _TYPE = re.compile(r"reef\.([A-Za-z]+)\.v([0-9]{1,4})")
 
 _ENCODER = msgspec.json.Encoder(order="deterministic")
 _DECODERS = {name: msgspec.json.Decoder(cls) for name, cls in CATALOGUE.items()}
+_CURRENT = {f"reef.{name}.v{cls.version}": _DECODERS[name] for name, cls in CATALOGUE.items()}
+"""By `ce-type`: what today's writers write, and nearly all that is ever read."""
+
+
+class Line(msgspec.Struct, frozen=True, gc=False, rename={"seq": "sequence", "time": "timens"}):
+    """One event of an export as `to_json` gives it, beside the name of its stream; the payload is still bytes."""
+
+    stream: Literal["LOG", "RECORDS"]
+    specversion: str
+    id: str
+    type: str
+    source: str
+    subject: str
+    seq: int
+    time: int
+    prev: int
+    causationid: int
+    correlationid: str
+    boot: str
+    data: msgspec.Raw
+
+
+_LINE = msgspec.json.Decoder(Line)
 
 
 def payload(event: Event) -> bytes:
@@ -53,7 +77,7 @@ def headers(draft: Draft, id_: str, prev: int, subject: str, now: str) -> dict[s
         "ce-specversion": SPEC_VERSION,
         "ce-id": id_,
         "ce-type": type_of(draft.event),
-        "ce-source": f"/reef/{draft.writer}",
+        "ce-source": f"{SOURCE}{draft.writer}",
         "ce-subject": subject,
         "ce-time": now,
         "ce-datacontenttype": "application/json",
@@ -81,7 +105,7 @@ def decode(seq: int, time: int, subject: str, header: Mapping[str, str], body: b
             prev=int(header["ce-prev"]),
             cause=int(header["ce-causationid"]),
             correlation=header["ce-correlationid"],
-            writer=header["ce-source"].removeprefix("/reef/"),
+            writer=header["ce-source"].removeprefix(SOURCE),
             boot=header["ce-boot"],
             event=event,
         )
@@ -91,12 +115,21 @@ def decode(seq: int, time: int, subject: str, header: Mapping[str, str], body: b
 
 def _check_subject(seq: int, subject: str, event: Event) -> None:
     """Permissions are granted by subject: an event that stands under another one than its own was never permitted."""
-    address = parse(subject)
-    if (address.family, address.id, address.name) != (event.family, event.key, type(event).__name__):
+    _, family, id_, name = parse(subject)
+    if name != type(event).__name__ or id_ != event.key or family != event.family:
         raise ContractError(f"event {seq} on {subject} is {type_of(event)} of {event.family} {event.key}", seq)
 
 
-def _decode_event(seq: int, subject: str, type_name: str, body: bytes) -> Event:
+def _decode_event(seq: int, subject: str, type_name: str, body: bytes | msgspec.Raw) -> Event:
+    current = _CURRENT.get(type_name)
+    try:
+        return current.decode(body) if current else _decode_older(seq, subject, type_name, bytes(body))
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ContractError(f"event {seq} on {subject} ({type_name}) cannot be read: {error}", seq) from error
+
+
+def _decode_older(seq: int, subject: str, type_name: str, body: bytes) -> Event:
+    """An event of an older version; ContractError for what is foreign or newer."""
     match = _TYPE.fullmatch(type_name)
     if not match or match[1] not in CATALOGUE:
         raise ContractError(
@@ -104,17 +137,14 @@ def _decode_event(seq: int, subject: str, type_name: str, body: bytes) -> Event:
             "or a newer one. Upgrade this consumer, or look at it with `reef-bus log show`",
             seq,
         )
-    name, version = match[1], int(match[2])
-    if version > CATALOGUE[name].version:
+    name, version, current = match[1], int(match[2]), CATALOGUE[match[1]].version
+    if version > current:
         raise ContractError(
             f"event {seq} on {subject} is {type_name}; this version reads {name} up to "
-            f"v{CATALOGUE[name].version}. Upgrade this consumer first",
+            f"v{current}. Upgrade this consumer first",
             seq,
         )
-    try:
-        return _DECODERS[name].decode(upcast(name, version, CATALOGUE[name].version, body))
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ContractError(f"event {seq} on {subject} ({type_name}) cannot be read: {error}", seq) from error
+    return _DECODERS[name].decode(upcast(name, version, current, body))
 
 
 def to_json(recorded: Recorded) -> dict[str, Any]:
@@ -123,7 +153,7 @@ def to_json(recorded: Recorded) -> dict[str, Any]:
         "specversion": SPEC_VERSION,
         "id": recorded.id,
         "type": type_of(recorded.event),
-        "source": f"/reef/{recorded.writer}",
+        "source": f"{SOURCE}{recorded.writer}",
         "subject": recorded.subject,
         "sequence": recorded.seq,
         "timens": recorded.time,
@@ -133,6 +163,29 @@ def to_json(recorded: Recorded) -> dict[str, Any]:
         "boot": recorded.boot,
         "data": msgspec.to_builtins(recorded.event),
     }
+
+
+def decode_line(line: bytes) -> tuple[str, Recorded] | None:
+    """An export's line in the form that `write_export` gives it: the stream's name and the event. None for any other
+    line, which may yet be one for `from_json`. Raises ContractError like `decode`."""
+    try:
+        found = _LINE.decode(line if line.isascii() else line.decode())  # what is passed over must be text, too
+    except (msgspec.MsgspecError, UnicodeError):
+        return None
+    event = _decode_event(found.seq, found.subject, found.type, found.data)
+    _check_subject(found.seq, found.subject, event)
+    return found.stream, Recorded(
+        seq=found.seq,
+        time=found.time,
+        subject=found.subject,
+        id=found.id,
+        prev=found.prev,
+        cause=found.causationid,
+        correlation=found.correlationid,
+        writer=found.source.removeprefix(SOURCE),
+        boot=found.boot,
+        event=event,
+    )
 
 
 def from_json(line: Mapping[str, Any]) -> Recorded:

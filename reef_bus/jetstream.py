@@ -11,7 +11,8 @@ import asyncio
 import contextlib
 import datetime
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine
+from functools import lru_cache
 from typing import Any, TypeVar
 
 import msgspec
@@ -39,8 +40,13 @@ from reef_bus.topology import (
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
+_EPOCH = datetime.datetime(1970, 1, 1, tzinfo=datetime.UTC)
+
 WRONG_SEQUENCE = (10071, 10164)  # the second: another write for the same expectation is in flight
 PUBLISH_TIMEOUT_S = 2.0
+WATCH_S = 5.0  # between two looks at a connection
+PROBE_S = 5.0  # within which it must answer
+CLOSE_S = 2.0
 SILENCE_S = 1.0  # after this long without an event, ask the leader whether there is one
 TRANSIENT = (
     nats.errors.TimeoutError,
@@ -55,43 +61,131 @@ TRANSIENT = (
 )
 
 
+class QuickClient(Client):
+    """The pinned client, with its parser of headers replaced by one that gives the same.
+
+    Its own asks every character of every header's name whether it is white space, which was half of what it costs to
+    read a log (measured); a log's names are always the same dozen.
+    """
+
+    @staticmethod
+    def _parse_header_lines(raw: bytes) -> dict[str, str]:
+        found = {}
+        for line in raw.split(b"\r\n"):
+            before, colon, value = line.partition(b":")
+            if colon and (name := _header_name(before)) is not None:
+                found[name] = value.strip().decode("utf-8", "replace")
+        return found
+
+
+@lru_cache(maxsize=1024)
+def _header_name(raw: bytes) -> str | None:
+    """None for what is no name: such a line is left out."""
+    name = raw.strip().decode("ascii", "replace")
+    return None if "\N{REPLACEMENT CHARACTER}" in name or any(map(str.isspace, name)) else name
+
+
 async def connect(url: str, deployment: str, name: str, *, wait_s: float = 10.0) -> JetStreamJournal:
-    """A journal on the server at `url`; keeps reconnecting for ever. Raises Unavailable if it is not up in `wait_s`."""
+    """A journal on the server at `url`, or on the first that answers of several, comma between them; keeps reconnecting
+    for ever. Raises Unavailable if none is up in `wait_s`."""
+    journal = JetStreamJournal(url, deployment, name)
+    await journal.open(wait_s)
+    return journal
+
+
+async def _dial(url: str, name: str, on_lost: Callable[[], Awaitable[None]], wait_s: float) -> Client:
     errors: list[str] = []
 
     async def on_error(error: Exception) -> None:
-        errors.append(str(error) or type(error).__name__)
-        log.debug("nats: %s", errors[-1])
+        errors[:] = [str(error) or type(error).__name__]
+        log.debug("nats: %s", errors[0])
 
-    client = Client()
-    journal = JetStreamJournal(client, deployment)
+    client = QuickClient()
     try:
         async with asyncio.timeout(wait_s):  # the client itself would try for ever, as it must once it is connected
             await client.connect(
-                url,
+                url.split(","),
                 name=name,
                 error_cb=on_error,
-                disconnected_cb=journal.connection_lost,
+                disconnected_cb=on_lost,
                 connect_timeout=2,
                 max_reconnect_attempts=-1,
                 reconnect_time_wait=0.1,  # type: ignore[arg-type]  # seconds, of which the client sleeps any number
                 ping_interval=10,
+                flush_timeout=PUBLISH_TIMEOUT_S,  # else a full buffer holds its writer until the connection is given up
             )
     except (TimeoutError, OSError, nats.errors.Error) as error:
-        await client.close()
-        why = errors[-1] if errors else str(error) or type(error).__name__
+        await _end(client)
+        why = errors[0] if errors else str(error) or type(error).__name__
         raise Unavailable(f"no NATS server at {url}: {why}. Is it running? `reef-bus doctor` looks") from error
-    return journal
+    return client
+
+
+async def _end(client: Client) -> None:
+    """Let go of it, even when its socket does not: a peer that vanished never takes what is still to be sent."""
+    with contextlib.suppress(Exception):
+        async with asyncio.timeout(CLOSE_S):
+            await client.close()
+
+
+async def _cancel(*tasks: asyncio.Future[Any] | None) -> None:
+    there = [task for task in tasks if task]
+    for task in there:
+        task.cancel()
+    await asyncio.gather(*there, return_exceptions=True)
+
+
+async def _answers(client: Client) -> bool:
+    """Whether it is connected, or is so again within `PROBE_S`, and its server answers."""
+    try:
+        async with asyncio.timeout(PROBE_S):
+            while not client.is_connected and not client.is_closed:  # noqa: ASYNC110 - the client has no such event
+                await asyncio.sleep(0.1)
+            await client.rtt()
+    except (TimeoutError, OSError, nats.errors.Error):
+        return False
+    return True
 
 
 class JetStreamJournal(Journal):
-    """One connection to a deployment's streams."""
+    """A deployment's streams, over one connection at a time: one that answers no more is replaced."""
 
-    def __init__(self, client: Client, deployment: str) -> None:
+    def __init__(self, url: str, deployment: str, name: str) -> None:
         self.deployment = deployment
-        self.client = client
-        self.js: JetStreamContext = client.jetstream(timeout=PUBLISH_TIMEOUT_S)
+        self.url, self.name = url, name
+        self.client = Client()
+        self.js: JetStreamContext = self.client.jetstream(timeout=PUBLISH_TIMEOUT_S)
         self._lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._listeners: list[Callable[[Beat], None]] = []
+        self._asked: set[asyncio.Future[Any]] = set()
+        self._watching: asyncio.Task[None] | None = None
+
+    async def open(self, wait_s: float) -> None:
+        """Connect, and from then on watch that the connection answers. Raises Unavailable."""
+        await self._use(await _dial(self.url, self.name, self.connection_lost, wait_s))
+        self._watching = asyncio.create_task(self._watch())
+
+    async def _watch(self) -> None:
+        """The client comes back by itself when its server died, but not from everything: one error line of a server
+        closes it for good; a peer that vanished with bytes on their way leaves it waiting for its old socket; an
+        exception in its read loop leaves it deaf."""
+        while True:
+            await asyncio.sleep(WATCH_S)
+            if not await _answers(self.client):
+                with contextlib.suppress(Unavailable):
+                    await self._replace()
+
+    async def _replace(self) -> None:
+        old = self.client
+        await self._use(await _dial(self.url, self.name, self.connection_lost, PROBE_S))
+        log.warning("%s: the connection did not answer within %g s and was replaced", self.name, PROBE_S)
+        await _end(old)
+
+    async def _use(self, client: Client) -> None:
+        self.client, self.js = client, client.jetstream(timeout=PUBLISH_TIMEOUT_S)
+        for listener in self._listeners:
+            await self._listen(listener)
+        await self.connection_lost()
 
     async def connection_lost(self) -> None:
         """Called when the connection is gone: what is in flight will not be answered on it."""
@@ -105,12 +199,18 @@ class JetStreamJournal(Journal):
         with it, when it meets a future that somebody cancelled while a reconnect was under way.
         """
         asked = asyncio.ensure_future(request)
-        asked.add_done_callback(lambda task: task.cancelled() or task.exception())  # somebody has looked at it
+        self._asked.add(asked)
+        asked.add_done_callback(self._answered)
         either: set[asyncio.Future[Any]] = {asked, self._lost}
         await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         if asked.done():
             return asked.result()
         raise Unavailable("the connection was lost before an answer came")
+
+    def _answered(self, asked: asyncio.Future[Any]) -> None:
+        self._asked.discard(asked)
+        if not asked.cancelled():
+            asked.exception()  # somebody has looked at it
 
     async def append(self, draft: Draft, prev: int) -> Stored:
         where, body = subject(self.deployment, draft.event), payload(draft.event)
@@ -140,7 +240,7 @@ class JetStreamJournal(Journal):
 
     async def read(self, stream: str, seq: int) -> Recorded | None:
         try:
-            message = await self.js.get_msg(stream_name(self.deployment, stream), seq=seq)
+            message = await self._unless_lost(self.js.get_msg(stream_name(self.deployment, stream), seq=seq))
         except NotFoundError:
             return None
         except (*TRANSIENT, APIError) as error:
@@ -166,16 +266,13 @@ class JetStreamJournal(Journal):
         head."""
         lost = self._lost
         queue: asyncio.Queue[Msg] = asyncio.Queue()
-        config = api.ConsumerConfig(
-            deliver_policy=api.DeliverPolicy.BY_START_SEQUENCE, opt_start_seq=after + 1, inactive_threshold=30.0
-        )
         subscription = await self.js.subscribe(
             ">",
             stream=stream_name(self.deployment, stream),
-            ordered_consumer=True,
-            idle_heartbeat=2.0,
-            config=config,
+            config=_consumer(after),
             cb=queue.put,
+            flow_control=True,
+            idle_heartbeat=2.0,
             pending_bytes_limit=256 * 1024 * 1024,
         )
         try:
@@ -202,6 +299,11 @@ class JetStreamJournal(Journal):
             await self.client.publish(telemetry_subject(self.deployment, role, id_), msgspec.json.encode(beat))
 
     async def beats(self, callback: Callable[[Beat], None]) -> None:
+        self._listeners.append(callback)
+        with contextlib.suppress(nats.errors.ConnectionClosedError):  # then the next connection listens
+            await self._listen(callback)
+
+    async def _listen(self, callback: Callable[[Beat], None]) -> None:
         async def on_beat(message: Msg) -> None:
             with contextlib.suppress(msgspec.DecodeError):
                 found = msgspec.json.decode(message.data)
@@ -214,8 +316,9 @@ class JetStreamJournal(Journal):
         return self.client.is_connected
 
     async def close(self) -> None:
-        with contextlib.suppress(Exception):
-            await self.client.close()
+        await _cancel(self._watching)
+        await _end(self.client)
+        await _cancel(*self._asked)  # now that no flusher is left to die of it
 
     # -- streams
 
@@ -232,8 +335,14 @@ class JetStreamJournal(Journal):
             raise Rejected(f"streams exist that are not as they must be: {text}. Nothing was changed")
         for spec in streams(self.deployment, replicas):
             if drift[spec.name]:
-                await self.js.add_stream(_config(spec))
+                await self._create(spec)
         return {name: "created" if lines else "unchanged" for name, lines in drift.items()}
+
+    async def _create(self, spec: StreamSpec) -> None:
+        try:
+            await self.js.add_stream(_config(spec))
+        except (*TRANSIENT, APIError) as error:
+            raise Unavailable(f"{spec.name}: it cannot be created ({type(error).__name__}: {error})") from error
 
     async def _drift(self, spec: StreamSpec) -> list[str]:
         try:
@@ -276,15 +385,37 @@ def _contiguous(messages: list[Msg], after: int) -> tuple[list[Recorded], Contra
     return batch, False
 
 
-def _recorded(message: Msg) -> Recorded:
-    where = message.metadata
-    return decode(
-        where.sequence.stream, _nanoseconds(where.timestamp), message.subject, message.headers or {}, message.data
+def _consumer(after: int) -> api.ConsumerConfig:
+    """One delivery of each event after `after`, in order; gone by itself half a minute after its subscriber.
+
+    Not the client's `ordered_consumer`: of that one a task per subscription stays for ever, and at a gap it subscribes
+    anew by itself, while we look at the log first.
+    """
+    return api.ConsumerConfig(
+        deliver_policy=api.DeliverPolicy.BY_START_SEQUENCE,
+        opt_start_seq=after + 1,
+        ack_policy=api.AckPolicy.NONE,
+        max_deliver=1,
+        num_replicas=1,
+        mem_storage=True,
+        inactive_threshold=30.0,
     )
 
 
+def _recorded(message: Msg) -> Recorded:
+    seq = message.metadata.sequence.stream
+    return decode(seq, _delivered_time(message), message.subject, message.headers or {}, message.data)
+
+
+def _delivered_time(message: Msg) -> int:
+    """The broker's time of the event in ns, cut to the microsecond as `read` gets it. The client's own datetime went
+    through a float, and is off by one now and then."""
+    fields = message.reply.split(".")
+    return int(fields[Msg.Ack.Timestamp if len(fields) > 9 else 7]) // 1000 * 1000
+
+
 def _nanoseconds(when: datetime.datetime | None) -> int:
-    return int(when.timestamp() * 1_000_000) * 1000 if when else 0
+    return (when - _EPOCH) // datetime.timedelta(microseconds=1) * 1000 if when else 0
 
 
 def _append_error(draft: Draft, prev: int, where: str, error: APIError) -> Exception:

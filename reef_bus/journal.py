@@ -19,7 +19,7 @@ from reef_bus.core.void import RULES
 from reef_bus.envelope import decode, headers, identify, payload
 from reef_bus.errors import Conflict, ContractError, Rejected, Unavailable
 from reef_bus.events import Draft, Event, LogOpened, Recorded
-from reef_bus.topology import FAMILIES, MAX_EVENT_BYTES, subject
+from reef_bus.topology import FAMILIES, MAX_EVENT_BYTES, MAX_SUBJECT_BYTES, subject
 
 LOG, RECORDS = "LOG", "RECORDS"
 Beat = dict[str, Any]
@@ -214,6 +214,8 @@ def check_position(stream: str, after: int, last_id: str, found: Recorded | None
 
 def check_writable(where: str, event: Event, body: bytes) -> None:
     """What cannot be read back is never written: it would halt every reader. Heavy things go beside the log."""
+    if len(where) > MAX_SUBJECT_BYTES:
+        raise Rejected(f"{where[:60]}…: a subject of {len(where)} bytes; at most {MAX_SUBJECT_BYTES} fit", 413)
     if len(body) > MAX_EVENT_BYTES:
         raise Rejected(f"{where}: an event of {len(body)} bytes; at most {MAX_EVENT_BYTES} fit", 413)
     try:

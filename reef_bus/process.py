@@ -103,5 +103,10 @@ async def _boot(config: Config, me: Me, build: Build) -> None:
         journal = await connect(config.nats.url, config.deployment, f"reef-{me.id}")
         stack.push_async_callback(journal.close)
         role = await build(config, journal, me, stack)
+        runner = Runner(journal, role)
+        if config.metrics.port:
+            from reef_bus import metrics  # an extra, and half a second of imports, for those who ask for it
+
+            await metrics.serve(config, me.id, runner, stack)
         log.info("boot %s is up", me.boot)
-        await Runner(journal, role).run()
+        await runner.run()

@@ -10,6 +10,7 @@ from typing import Any
 from reef_bus.core.effects import Policy
 from reef_bus.core.publication import Publication
 from reef_bus.core.serving import fenced, live, may_generate, present
+from reef_bus.core.supervision import Component
 from reef_bus.core.world import World
 from reef_bus.events import Event
 
@@ -33,10 +34,19 @@ def status(world: World, now: int, policy: Policy) -> dict[str, Any]:
         "open_job": {"job": training.job.id, "attempt": training.job.attempt} if training.job else None,
         "open_publication": _publication(published.open) if published.open else None,
         "waiting": waiting(world, now, policy),
-        "components": {
-            name: {"running": c.running, "starts": c.starts, "lost": len(c.lost), "halted": bool(c.halted)}
-            for name, c in sorted(world.components.items())
-        },
+        "components": {name: _component(component) for name, component in sorted(world.components.items())},
+    }
+
+
+def _component(component: Component) -> dict[str, Any]:
+    return {
+        "state": component.state,
+        "running": component.running,
+        "ready": component.published or None,
+        "starts": component.starts,
+        "lost": len(component.lost),
+        "halted": component.halted,
+        "left": list(component.left),
     }
 
 
@@ -78,15 +88,9 @@ def _publication(open_: Publication) -> dict[str, Any]:
 def waiting(world: World, now: int, policy: Policy) -> dict[str, Any]:
     """On whom the deployment waits, since when (seconds), what happens next, and what a person can do."""
     open_ = world.publications.open
-    halted = sorted(name for name, component in world.components.items() if component.halted)
-    if halted:
-        return _wait(
-            ", ".join(halted),
-            0,
-            now,
-            "nothing by itself: it ended too often; `reef-bus up` again tries again",
-            "reef-bus log --tail 50",
-        )
+    given_up = {name: component for name, component in sorted(world.components.items()) if component.given_up}
+    if given_up:
+        return _waiting_for_a_person(given_up, now)
     if not world.incarnation:
         return _wait("the supervisor", 0, now, "it opens the log", "reef-bus streams apply")
     if not world.training.scenario:
@@ -101,6 +105,16 @@ def waiting(world: World, now: int, policy: Policy) -> dict[str, Any]:
     if world.training.job:
         return _wait("the trainer", world.time, now, f"it finishes {world.training.job.id}")
     return _wait("the harness", world.time, now, "enough fresh, reported answers make the next batch")
+
+
+def _waiting_for_a_person(given_up: dict[str, Component], now: int) -> dict[str, Any]:
+    (name, component), *_ = given_up.items()
+    if component.halted:
+        then = f"nothing by itself: {name} ended too often. Look at its log, mend it, then have it started again"
+    else:
+        pids = ", ".join(map(str, component.left)) or "unknown"
+        then = f"nothing by itself: of {name}'s last process something may still live (pids: {pids}). End it first"
+    return _wait(", ".join(given_up), component.ended_time, now, then, f"reef-bus resume {name} --why …")
 
 
 def _waiting_for_publication(world: World, open_: Publication, now: int, policy: Policy) -> dict[str, Any]:

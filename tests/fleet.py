@@ -19,20 +19,14 @@ from reef_bus.core.serving import may_generate
 from reef_bus.core.world import World, fold
 from reef_bus.envelope import identify, payload
 from reef_bus.events import (
-    CandidateReady,
     ComponentLost,
     Draft,
     Event,
-    JobStarted,
     Member,
-    PublicationRefused,
     Recorded,
-    ReleaseCommitted,
-    RollbackRequested,
-    TargetPersisted,
-    TransferAborted,
 )
 from tests import facts
+from tests.judge import Audit
 from tests.spec import MILLI, SECOND, Scribe
 
 Fault = Literal["none", "fail", "lie", "lose_ack", "late", "never", "misspell"]
@@ -40,14 +34,6 @@ FAULTS: tuple[Fault, ...] = ("none", "none", "none", "none", "fail", "lie", "los
 
 Request = Literal["rollback", "promote", "discard", "restore", "retire", "halt"]
 REQUESTS: tuple[Request, ...] = ("rollback", "promote", "discard", "restore", "retire", "halt")
-ANSWERS = {
-    "RollbackRequested": ("TargetPersisted", "PublicationRefused"),
-    "PromotionRequested": ("CandidateSelected", "RequestRefused"),
-    "JobDiscardRequested": ("JobDiscarded", "RequestRefused"),
-    "JobRestoreRequested": ("JobStarted", "RequestRefused"),
-    "EngineRetireRequested": ("EngineExcluded", "RequestRefused"),
-    "PublicationHaltRequested": ("PublicationHalted", "RequestRefused"),
-}
 
 
 class Actor:
@@ -321,116 +307,3 @@ class Fleet:
         idle = world.publications.open is None and world.training.job is None and world.training.scenario != ""
         answered = not world.requests and not self.audit.pending
         return ended and idle and answered and all(may_generate(world, e.name, e.boot) for e in self.engines)
-
-
-class Audit:
-    """The invariants of protocol.md section 8, from the events alone: no fold, no world."""
-
-    def __init__(self) -> None:
-        self.committed: dict[str, str] = {}
-        self.contents: dict[str, str] = {}
-        self.named: dict[str, str] = {}
-        self.bases: dict[str, str] = {}
-        self.fates: dict[str, str] = {}
-        self.pending: dict[int, Event] = {}
-        self.ambiguous = False
-        self.rollback = False
-        self.candidate = ""
-        self.head = ""
-        self.sequence = 0
-        self.job = ""
-        self.publication = ""
-        self.attempt = (0, frozenset[Member]())
-        self.words: dict[tuple[str, str, int], Event] = {}
-        self.fences: list[tuple[int, frozenset[Member]]] = [(0, frozenset())]
-
-    def fence(self, seq: int) -> frozenset[Member]:
-        """Whom a fence covered after the event at `seq`."""
-        return next(members for since, members in reversed(self.fences) if since <= seq)
-
-    def saw(self, recorded: Recorded) -> None:
-        self._saw(recorded)
-        covered = self.attempt[1] if self.publication else frozenset()
-        if covered != self.fences[-1][1]:
-            self.fences.append((recorded.seq, covered))
-
-    def _saw(self, recorded: Recorded) -> None:
-        event, name = recorded.event, recorded.name
-        if event.family == "operator":
-            self.pending[recorded.seq] = event
-        if request := getattr(event, "request", 0):
-            asked = self.pending.pop(request, None)
-            assert asked is not None, f"{recorded.seq} {name} answers {request}: never asked, or answered"
-            assert name in ANSWERS[type(asked).__name__], f"{name} is no answer to {type(asked).__name__}"
-            if isinstance(event, TargetPersisted) and isinstance(asked, RollbackRequested):
-                assert (asked.head, self.contents[asked.release]) == (self.head, event.candidate)
-        if name == "ScenarioRegistered":
-            self.head, self.committed["inc:0"] = "inc:0", facts.digest("base")
-            self.contents["inc:0"] = "base"
-        elif name == "JobAmbiguous":
-            self.ambiguous = True
-        elif isinstance(event, JobStarted):
-            assert not self.ambiguous or event.request, "an ambiguous job goes on by itself"
-            self.ambiguous = False
-        elif isinstance(event, CandidateReady):
-            self.bases[event.candidate] = event.base
-        elif isinstance(event, PublicationRefused) and not event.request:
-            self._end(event.candidate, event.reason)
-        elif name == "JobDispatched":
-            assert not self.job, "two open jobs"
-            self.job = event.job  # type: ignore[attr-defined]
-        elif name in ("JobDropped", "JobDiscarded", "CandidateSelected", "CandidateRejected"):
-            assert self.job, f"{name} without a job"
-            self.job, self.ambiguous = "", False
-        elif name in ("ReceiverVerified", "ReceiverFailed"):
-            key = (recorded.boot, event.publication, event.attempt)  # type: ignore[attr-defined]
-            self.words.setdefault(key, event)
-        elif isinstance(event, TargetPersisted):
-            self._target(event)
-        elif isinstance(event, TransferAborted):
-            assert self.publication == event.publication and self.attempt[0] == event.attempt and event.members
-            assert event.next_attempt <= 3 and not set(event.members) & set(event.excluded)
-            self.attempt = event.next_attempt, frozenset(event.members)
-        elif isinstance(event, ReleaseCommitted):
-            self._commit(event)
-        elif name == "PublicationHalted":
-            self._end("" if self.rollback else self.candidate, "halted")
-            self.publication = ""
-
-    def _end(self, candidate: str, how: str) -> None:
-        """A candidate has one fate; a rollback decides on none."""
-        assert candidate not in self.fates, f"{candidate} was {self.fates[candidate]}, and is {how}"
-        if candidate:
-            self.fates[candidate] = how
-
-    def _target(self, event: TargetPersisted) -> None:
-        number = int(event.load_id.removeprefix("inc:"))
-        assert not self.publication and number > self.sequence and event.parent == self.head and event.members
-        assert event.load_id not in self.named
-        self._content(event)
-        self.named[event.load_id], self.sequence = event.manifest, number
-        self.rollback, self.candidate = bool(event.request), event.candidate
-        self.publication, self.attempt = event.publication, (1, frozenset(event.members))
-
-    def _content(self, event: TargetPersisted) -> None:
-        """What the candidate hashes to, and that its base chain leads to the head."""
-        assert (event.manifest, event.weights) == (facts.digest(event.candidate), facts.blob(event.candidate))
-        assert event.sender == ("artifact" if event.request else "trainer")
-        if not event.request:
-            base = self.bases[event.candidate]
-            while self.fates.get(base) == "superseded":
-                base = self.bases[base]
-            assert base == self.contents[self.head] and event.candidate not in self.fates
-
-    def _commit(self, event: ReleaseCommitted) -> None:
-        members = self.attempt[1]
-        assert event.publication == self.publication and event.attempt == self.attempt[0] and members
-        assert {Member(e.engine, e.boot) for e in event.evidence} == members
-        assert self.named[event.load_id] == event.manifest
-        for member in members:
-            word = self.words[member.boot, event.publication, event.attempt]
-            said = (type(word).__name__, word.load_id, word.manifest)  # type: ignore[attr-defined]
-            assert said == ("ReceiverVerified", event.load_id, event.manifest)
-        self.head, self.publication = event.load_id, ""
-        self.committed[event.load_id], self.contents[event.load_id] = event.manifest, event.candidate
-        self._end("" if self.rollback else event.candidate, "committed")

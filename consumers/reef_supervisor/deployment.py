@@ -90,7 +90,12 @@ async def deployment(
         supervisor = Watched(config, path, Me("supervisor", lock.token), extra)
         if watcher:
             supervisor.watcher = watcher
+        await journal.beats(supervisor.hear)
         running = Deployment(config, journal, supervisor, server)
+        if config.metrics.port:
+            from reef_bus import metrics  # an extra, and half a second of imports, for those who ask for it
+
+            await metrics.serve(config, "supervisor", running.runner, stack)
         stack.push_async_callback(supervisor.stop)
         for part in (running.runner.run(), *([watch(server)] if server else [])):
             task = asyncio.create_task(part)

@@ -1,4 +1,4 @@
-"""The supervisor of one machine: starts a deployment's processes, sees them end, starts them again within the budget.
+"""The supervisor of one machine: starts a deployment's processes, sees them end, cleans up, starts them again.
 
 Knows: processes that it started itself. Must not know: what any of them does. It signals nothing that it does not own.
 The embedded server's own death is the one thing that the log cannot be told first: it is started again at once.
@@ -13,32 +13,34 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from consumers.reef_supervisor.processes import Child
 from reef_bus.config import Config
-from reef_bus.core import supervision
-from reef_bus.core.effects import Debt, Me, StartComponent
+from reef_bus.core import recovery
+from reef_bus.core.effects import CleanUp, Debt, Me, StartComponent
+from reef_bus.core.recovery import Seen
 from reef_bus.core.world import World
 from reef_bus.embedded import NatsServer, die_with_parent, held
 from reef_bus.errors import Unavailable
-from reef_bus.events import ComponentStarted, Event
+from reef_bus.events import CleanupUnconfirmed, ComponentLost, ComponentStarted, Event
 from reef_bus.jetstream import JetStreamJournal
-from reef_bus.journal import open_log
+from reef_bus.journal import Beat, open_log
 from reef_bus.runner import Role, blocking
 
 log = logging.getLogger(__name__)
 
 STOP_S = 10.0
+CLEAN_UP_S = 10.0
 WATCH_S = 0.05
 MAX_SERVER_STARTS = 20  # of the embedded server, per supervisor: beyond, its disk or its port is broken
 
 
 def components(config: Config) -> dict[str, str]:
     """Component id → role, in the order in which they are started."""
-    engines = dict.fromkeys(config.inference.engines, "engine")
-    publishers = dict.fromkeys(config.publishers(), "publisher")
-    return {"trainer": "trainer", **engines, **publishers, "gateway": "gateway"}
+    return config.components()
 
 
 class Supervisor(Role):
@@ -56,17 +58,30 @@ class Supervisor(Role):
         self.path = path
         self.extra = dict(extra or {})
         self.roles = components(config)
-        self.children: dict[str, subprocess.Popen[bytes]] = {}
+        self.children: dict[str, Child] = {}
         self.stopping = False
 
     def react(self, world: World, now: int) -> Sequence[Debt]:
         if self.stopping:
             return ()
-        exits = {name: child.poll() for name, child in self.children.items()}
-        for name in self.roles.keys() - exits.keys():
-            if held(Path(self.config.state_dir, "locks", f"{name}.lock")):
-                exits[name] = None  # it runs, though not as a child of ours: neither lost nor to be started
-        return supervision.supervisor(world, self.me, tuple(self.roles), exits, self.config.supervision, now)
+        seen = {name: self._see(name, role) for name, role in self.roles.items()}
+        return recovery.supervisor(world, self.me, seen, self.config.supervision, now)
+
+    def _see(self, name: str, role: str) -> Seen:
+        child = self.children.get(name)
+        if child and not child.reaped:
+            return Seen(role=role, exit=child.poll(), owned=True, boot=child.boot, halted=child.halted)
+        # What holds its lock runs, though not as a child of ours: neither lost nor to be started.
+        return Seen(role=role, exit=None if held(self._lock(name)) else 0)
+
+    def _lock(self, name: str) -> Path:
+        return Path(self.config.state_dir, "locks", f"{name}.lock")
+
+    def hear(self, beat: Beat) -> None:
+        """A heartbeat of the deployment: if it is of a process of ours, that process has said who it is."""
+        child = self.children.get(str(beat.get("id")))
+        if child and child.pid == beat.get("pid"):
+            child.boot, child.halted = str(beat.get("boot")), bool(beat.get("halted"))
 
     async def perform(self, debt: Debt, scope: contextlib.AsyncExitStack) -> Event | None:
         match debt.effect:
@@ -75,12 +90,42 @@ class Supervisor(Role):
                     return ComponentStarted(component=name, pid=self._start(name), starts=starts)
                 except OSError as error:  # no process, memory or disk to be had now is no reason to end the others
                     raise Unavailable(f"cannot start {name}: {error.strerror}") from error
+            case CleanUp(component=name):
+                return await blocking(self._clean_up, name)
         raise AssertionError(debt.effect)
 
+    def _clean_up(self, name: str) -> Event:
+        child = self.children.get(name)
+        if child is None:
+            return self._wait_for_stranger(name)
+        left = child.end(CLEAN_UP_S)
+        if left:
+            detail = f"they belong to process {child.pid}'s session and went on for {CLEAN_UP_S:g} s after SIGKILL"
+            return CleanupUnconfirmed(component=name, pids=left, detail=detail)
+        return ComponentLost(component=name, exit=child.exit or 0)
+
+    def _wait_for_stranger(self, name: str) -> Event:
+        """The process was an earlier supervisor's: we signal nothing, and its lock says whether it lives."""
+        lock, until = self._lock(name), time.monotonic() + CLEAN_UP_S
+        while held(lock):
+            if time.monotonic() >= until:
+                pid = lock.read_text().strip()
+                detail = f"a process that this supervisor did not start holds {lock}"
+                return CleanupUnconfirmed(component=name, pids=(int(pid),) if pid.isdigit() else (), detail=detail)
+            time.sleep(WATCH_S)
+        return ComponentLost(component=name, exit=0, detail="its supervisor ended")
+
     def _start(self, name: str) -> int:
+        """Start it, unless it was started already and its start is not on the log yet."""
+        child = self.children.get(name)
+        if child is None or child.reaped:
+            child = self.children[name] = Child(self._spawn(name))
+        return child.pid
+
+    def _spawn(self, name: str) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-m", "reef_bus.cli", "run", self.roles[name], "-c", str(self.path), "--id", name]
         with (self.config.folder("logs") / f"{name}.log").open("ab") as out:
-            self.children[name] = child = subprocess.Popen(
+            return subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
                 stdout=out,
@@ -89,7 +134,6 @@ class Supervisor(Role):
                 preexec_fn=die_with_parent,
                 env={**os.environ, "OMP_NUM_THREADS": "1", **self.extra.pop(name, {})},
             )
-        return child.pid
 
     def kill(self, name: str) -> None:
         """SIGKILL a child of ours, as a crash would."""
@@ -99,21 +143,19 @@ class Supervisor(Role):
         return [child.pid for child in self.children.values() if child.poll() is None]
 
     async def stop(self) -> None:
-        """End every child in reverse order of start: ask, wait, insist."""
+        """End every child in reverse order of start, with whatever it left behind: ask, wait, insist."""
         self.stopping = True
-        living = [child for child in reversed(self.children.values()) if child.poll() is None]
-        for child in living:
-            child.send_signal(signal.SIGTERM)
-        for child in living:
+        children = list(reversed(self.children.values()))
+        for child in children:
+            child.send(signal.SIGTERM)
+        for child in children:
             await blocking(_end, child)
 
 
-def _end(child: subprocess.Popen[bytes]) -> None:
-    try:
-        child.wait(STOP_S)
-    except subprocess.TimeoutExpired:
-        child.kill()
-        child.wait()
+def _end(child: Child) -> None:
+    child.wait(STOP_S)
+    if left := child.end(CLEAN_UP_S):
+        log.error("processes %s of %s's session do not end, and stay behind", left, child.pid)
 
 
 async def watch(server: NatsServer) -> None:

@@ -23,11 +23,13 @@ class Deadlines(msgspec.Struct, frozen=True, rename="kebab", forbid_unknown_fiel
 
 
 class Restarts(msgspec.Struct, frozen=True, rename="kebab", forbid_unknown_fields=True):
-    """At most `max_restarts` of a component within `window_s`, after 1, 2, then 4 × `delay_s`; counted from the log."""
+    """At most `max_restarts` of a component within `window_s`, after 1, 2, then 4 × `delay_s`; counted from the log.
+    A process whose boot was excluded or has left is ended by force after `grace_s`."""
 
     max_restarts: int = 3
     window_s: float = 300.0
     delay_s: float = 1.0
+    grace_s: float = 5.0
 
 
 class Policy(msgspec.Struct, frozen=True, kw_only=True):
@@ -126,6 +128,12 @@ class StartComponent(Effect, frozen=True):
 
     component: str
     starts: int
+
+
+class CleanUp(Effect, frozen=True):
+    """End whatever is left of a component's process; ends in `ComponentLost`, or in `CleanupUnconfirmed`."""
+
+    component: str
 
 
 class Retire(Effect, frozen=True):

@@ -5,12 +5,16 @@ Knows: the `engine` families. Must not know: which release is the head, or how w
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from typing import Any
+
 import msgspec
 
 from reef_bus.events import (
     EngineFenced,
     EngineJoined,
     EngineLeft,
+    Event,
     Member,
     ReceiverFailed,
     ReceiverVerified,
@@ -29,7 +33,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Engine(msgspec.Struct, kw_only=True):
-    """One engine id and its current boot. `verified` is this boot's last proof since its last fence, by any way."""
+    """One engine id and its current boot. `verified` is this boot's last proof since its last fence, by any way; `out`
+    the broker time (ns) at which the boot left or was excluded."""
 
     id: str
     boot: str
@@ -38,6 +43,7 @@ class Engine(msgspec.Struct, kw_only=True):
     backend: str
     accepts: tuple[str, ...]
     left: bool = False
+    out: int = 0
     fenced: int = 0
     verified: Report | None = None
     reported: int = 0
@@ -66,34 +72,40 @@ def _key(boot: str, publication: str, attempt: int) -> str:
 
 def evolve(membership: Membership, recorded: Recorded) -> None:
     """Apply one event of an `engine` family that is not void."""
-    match recorded.event:
-        case EngineJoined() as joined:
-            membership.engines[joined.engine] = Engine(
-                id=joined.engine,
-                boot=recorded.boot,
-                joined=recorded.seq,
-                url=joined.url,
-                backend=joined.backend,
-                accepts=joined.accepts,
-            )
-        case EngineFenced() as fenced:
-            engine = membership.engines[fenced.engine]
-            engine.fenced, engine.verified = recorded.seq, None
-            word = Report(seq=recorded.seq, time=recorded.time, load_id="", manifest="")
-            membership.fences.setdefault(_key(recorded.boot, fenced.publication, fenced.attempt), word)
-        case ReceiverVerified() as verified:
-            report = Report(seq=recorded.seq, time=recorded.time, load_id=verified.load_id, manifest=verified.manifest)
-            membership.engines[verified.engine].verified = report
-            _remember(membership, recorded, verified, report)
-        case ReceiverFailed() as failed:
-            why = f"{failed.cause}: {failed.detail}"
-            report = Report(
-                seq=recorded.seq, time=recorded.time, load_id=failed.load_id, manifest=failed.observed, failure=why
-            )
-            membership.engines[failed.engine].verified = None
-            _remember(membership, recorded, failed, report)
-        case EngineLeft(engine=id_):
-            membership.engines[id_].left = True
+    change = CHANGES.get(type(recorded.event))
+    if change:
+        change(membership, recorded, recorded.event)
+
+
+def _join(membership: Membership, recorded: Recorded, event: EngineJoined) -> None:
+    membership.engines[event.engine] = Engine(
+        id=event.engine,
+        boot=recorded.boot,
+        joined=recorded.seq,
+        url=event.url,
+        backend=event.backend,
+        accepts=event.accepts,
+    )
+
+
+def _fence(membership: Membership, recorded: Recorded, event: EngineFenced) -> None:
+    engine = membership.engines[event.engine]
+    engine.fenced, engine.verified = recorded.seq, None
+    word = Report(seq=recorded.seq, time=recorded.time, load_id="", manifest="")
+    membership.fences.setdefault(_key(recorded.boot, event.publication, event.attempt), word)
+
+
+def _verify(membership: Membership, recorded: Recorded, event: ReceiverVerified) -> None:
+    report = Report(seq=recorded.seq, time=recorded.time, load_id=event.load_id, manifest=event.manifest)
+    membership.engines[event.engine].verified = report
+    _remember(membership, recorded, event, report)
+
+
+def _fail(membership: Membership, recorded: Recorded, event: ReceiverFailed) -> None:
+    why = f"{event.cause}: {event.detail}"
+    report = Report(seq=recorded.seq, time=recorded.time, load_id=event.load_id, manifest=event.observed, failure=why)
+    membership.engines[event.engine].verified = None
+    _remember(membership, recorded, event, report)
 
 
 def _remember(
@@ -101,6 +113,20 @@ def _remember(
 ) -> None:
     membership.engines[event.engine].reported = recorded.seq
     membership.reports.setdefault(_key(recorded.boot, event.publication, event.attempt), report)
+
+
+def _leave(membership: Membership, recorded: Recorded, event: EngineLeft) -> None:
+    engine = membership.engines[event.engine]
+    engine.left, engine.out = True, recorded.time
+
+
+CHANGES: Mapping[type[Event], Callable[[Membership, Recorded, Any], None]] = {
+    EngineJoined: _join,
+    EngineFenced: _fence,
+    ReceiverVerified: _verify,
+    ReceiverFailed: _fail,
+    EngineLeft: _leave,
+}
 
 
 def forget_attempts(membership: Membership) -> None:

@@ -5,12 +5,16 @@ Knows: the `release` family. Must not know: how weights travel, or what an engin
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from typing import Any
+
 import msgspec
 
 from reef_bus.core.ids import BASE, LoadId, parse_load_id
 from reef_bus.events import (
     Blob,
     EngineExcluded,
+    Event,
     Member,
     PublicationHalted,
     PublicationRefused,
@@ -90,22 +94,9 @@ def register(publications: Publications, incarnation: str, recorded: Recorded, e
 
 def evolve(publications: Publications, recorded: Recorded) -> None:
     """Apply one event of the `release` family that is not void and contradicts nothing."""
-    match recorded.event:
-        case TargetPersisted() as target:
-            _target(publications, recorded, target)
-        case TransferAborted() as aborted if publications.open:
-            _exclude(publications, recorded.seq, aborted.excluded)
-            publications.open.attempt, publications.open.members = aborted.next_attempt, aborted.members
-            publications.open.attempt_seq, publications.open.attempt_time = recorded.seq, recorded.time
-        case ReleaseCommitted() if publications.open:
-            _commit(publications, recorded, publications.open)
-        case PublicationHalted(excluded=excluded) if publications.open:
-            _exclude(publications, recorded.seq, excluded)
-            _end(publications, recorded.seq, publications.open, "halted")
-        case PublicationRefused(candidate=candidate, reason=reason, request=0):
-            publications.ended[candidate] = SUPERSEDED if reason == SUPERSEDED else "refused"
-        case EngineExcluded(engine=engine, boot=boot):
-            _exclude(publications, recorded.seq, (Member(engine, boot),))
+    change = CHANGES.get(type(recorded.event))
+    if change:
+        change(publications, recorded, recorded.event)
 
 
 def _target(publications: Publications, recorded: Recorded, event: TargetPersisted) -> None:
@@ -132,18 +123,52 @@ def _target(publications: Publications, recorded: Recorded, event: TargetPersist
     )
 
 
-def _commit(publications: Publications, recorded: Recorded, publication: Publication) -> None:
+def _abort(publications: Publications, recorded: Recorded, event: TransferAborted) -> None:
+    if open_ := publications.open:
+        _exclude(publications, recorded.seq, event.excluded)
+        open_.attempt, open_.members = event.next_attempt, event.members
+        open_.attempt_seq, open_.attempt_time = recorded.seq, recorded.time
+
+
+def _commit(publications: Publications, recorded: Recorded, event: ReleaseCommitted) -> None:
+    if not (open_ := publications.open):
+        return
     publications.head = Release(
-        load_id=publication.load_id,
-        candidate=publication.candidate,
-        parent=publication.parent,
-        manifest=publication.manifest,
-        weights=publication.weights,
+        load_id=open_.load_id,
+        candidate=open_.candidate,
+        parent=open_.parent,
+        manifest=open_.manifest,
+        weights=open_.weights,
         seq=recorded.seq,
         time=recorded.time,
     )
-    publications.releases[publication.load_id] = publications.head
-    _end(publications, recorded.seq, publication, "committed")
+    publications.releases[open_.load_id] = publications.head
+    _end(publications, recorded.seq, open_, "committed")
+
+
+def _halt(publications: Publications, recorded: Recorded, event: PublicationHalted) -> None:
+    if open_ := publications.open:
+        _exclude(publications, recorded.seq, event.excluded)
+        _end(publications, recorded.seq, open_, "halted")
+
+
+def _refuse(publications: Publications, recorded: Recorded, event: PublicationRefused) -> None:
+    if not event.request:
+        publications.ended[event.candidate] = SUPERSEDED if event.reason == SUPERSEDED else "refused"
+
+
+def _exclude_one(publications: Publications, recorded: Recorded, event: EngineExcluded) -> None:
+    _exclude(publications, recorded.seq, (Member(event.engine, event.boot),))
+
+
+CHANGES: Mapping[type[Event], Callable[[Publications, Recorded, Any], None]] = {
+    TargetPersisted: _target,
+    TransferAborted: _abort,
+    ReleaseCommitted: _commit,
+    PublicationHalted: _halt,
+    PublicationRefused: _refuse,
+    EngineExcluded: _exclude_one,
+}
 
 
 def _end(publications: Publications, seq: int, publication: Publication, how: str) -> None:

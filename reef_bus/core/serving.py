@@ -16,7 +16,7 @@ def live(world: World, engine: Engine) -> bool:
 
 
 def present(world: World, engine: Engine) -> bool:
-    """Live, and its process did not end after it joined, as far as a supervisor has recorded that."""
+    """Live, and since it joined a supervisor has neither withdrawn its readiness nor recorded its end."""
     component = world.components.get(engine.id)
     return live(world, engine) and (component is None or component.ended < engine.joined)
 

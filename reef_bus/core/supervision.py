@@ -1,51 +1,104 @@
-"""What the supervisor of a machine's processes owes: ends as facts, restarts within a budget that the log counts.
+"""The supervisor's side of the state: components, as the log has them come up, go down and be given up.
 
-Knows: the `deployment` family and which processes this supervisor holds. Must not know: what any component does.
+Knows: the `deployment` family. Must not know: what is owed (`recovery.py`), or any process.
+In order: started, published, withdrawn, lost (or clean-up unconfirmed), scheduled (or recovery halted), started.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from typing import Literal
 
-from reef_bus.core.effects import Append, Debt, Me, Restarts, StartComponent
-from reef_bus.core.world import Component, World
-from reef_bus.events import ComponentLost, RecoveryHalted
+import msgspec
+
+from reef_bus.events import (
+    CleanupUnconfirmed,
+    ComponentEvent,
+    ComponentLost,
+    ComponentStarted,
+    ReadinessPublished,
+    ReadinessWithdrawn,
+    Recorded,
+    RecoveryHalted,
+    RecoveryResumed,
+    RestartScheduled,
+)
 
 SECOND = 1_000_000_000
-MAX_DOUBLINGS = 2  # of a restart's delay: 1, 2, 4 s, and 4 s from there on where more restarts are allowed
+
+State = Literal["new", "running", "withdrawn", "unconfirmed", "lost", "scheduled", "halted"]
+RESUMED: dict[State, State] = {"halted": "lost", "unconfirmed": "withdrawn"}
+"""What a person's resumption of recovery makes of a component that was given up; any other stays what it is."""
 
 
-def supervisor(
-    world: World, me: Me, names: tuple[str, ...], exits: Mapping[str, int | None], restarts: Restarts, now: int
-) -> list[Debt]:
-    """What the supervisor of `names` owes.
+class Component(msgspec.Struct, kw_only=True):
+    """A process that a supervisor runs. `seq` is the last event about it and `by` the supervisor boot that wrote it.
 
-    `exits` holds the processes of this supervisor: None while one runs, its exit status afterwards; a component that
-    the log shows running and that is not in it ended with its supervisor. What this supervisor gave up stays down; what
-    an earlier one gave up is tried again, because a person has started this one.
+    `ended` (sequence) and `ended_time` are of its last withdrawal or loss: who joined before is not there any more.
+    `published` is the boot that can be counted on, `due` the time (ns) of a scheduled start, `lost` the broker times
+    (ns) of its failures since its budget last began, `left` what of its last process may still live.
     """
-    if not world.incarnation:
-        return []
-    return [debt for name in names for debt in _component(world, me, name, exits, restarts, now)]
+
+    state: State = "new"
+    seq: int = 0
+    by: str = ""
+    starts: int = 0
+    published: str = ""
+    ended: int = 0
+    ended_time: int = 0
+    due: int = 0
+    lost: list[int] = []
+    left: tuple[int, ...] = ()
+
+    @property
+    def running(self) -> bool:
+        return self.state == "running"
+
+    @property
+    def halted(self) -> bool:
+        return self.state == "halted"
+
+    @property
+    def given_up(self) -> bool:
+        """Nothing happens to it before a person asks."""
+        return self.state in RESUMED
 
 
-def _component(
-    world: World, me: Me, name: str, exits: Mapping[str, int | None], restarts: Restarts, now: int
-) -> list[Debt]:
-    component = world.components.get(name, Component())
-    exit_ = exits.get(name, 0)
-    if component.running and exit_ is not None:
-        detail = "" if name in exits else "its supervisor ended"
-        lost = ComponentLost(component=name, exit=exit_, detail=detail)
-        return [Debt(key=f"lost/{name}/{component.starts}", effect=Append(lost))]
-    if component.running or component.halted == me.boot:
-        return []
-    recent = [at for at in component.lost if at > now - restarts.window_s * SECOND]
-    if len(recent) > restarts.max_restarts:
-        halted = RecoveryHalted(component=name, restarts=len(recent) - 1, window_s=restarts.window_s)
-        return [Debt(key=f"halt/{name}/{component.starts}", effect=Append(halted))]
-    delay = restarts.delay_s * 2 ** min(len(recent) - 1, MAX_DOUBLINGS)
-    if recent and now < recent[-1] + delay * SECOND:
-        return []
-    start = StartComponent(name, component.starts + 1)
-    return [Debt(key=f"start/{name}/{component.starts + 1}", effect=start)]
+def evolve(components: dict[str, Component], recorded: Recorded) -> None:
+    """Apply one event of the `deployment` family that is not void."""
+    if not isinstance(recorded.event, ComponentEvent):
+        return
+    component = components.setdefault(recorded.event.component, Component())
+    (_up if isinstance(recorded.event, _UP) else _down)(component, recorded)
+    component.seq, component.by = recorded.seq, recorded.boot
+
+
+_UP = (ComponentStarted, ReadinessPublished, RestartScheduled, RecoveryResumed)
+
+
+def _up(component: Component, recorded: Recorded) -> None:
+    match recorded.event:
+        case ComponentStarted(starts=starts):
+            component.state, component.starts = "running", starts
+        case ReadinessPublished(boot=boot):
+            component.published = boot
+        case RestartScheduled(delay_s=delay_s):
+            component.state, component.due = "scheduled", recorded.time + int(delay_s * SECOND)
+        case RecoveryResumed():
+            component.state, component.left = RESUMED.get(component.state, component.state), ()
+            component.lost.clear()
+
+
+def _down(component: Component, recorded: Recorded) -> None:
+    component.published = ""
+    match recorded.event:
+        case ReadinessWithdrawn():
+            component.state, component.ended, component.ended_time = "withdrawn", recorded.seq, recorded.time
+        case ComponentLost(exit=status):
+            component.state, component.ended, component.ended_time = "lost", recorded.seq, recorded.time
+            if status:
+                component.lost.append(recorded.time)
+        case CleanupUnconfirmed(pids=pids):
+            component.state, component.left = "unconfirmed", pids
+        case RecoveryHalted():
+            component.state = "halted"
+            component.lost.clear()

@@ -5,6 +5,9 @@ Knows: the `train` family. Must not know: engines, deadlines, or how anything is
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from typing import Any
+
 import msgspec
 
 from reef_bus.core.ids import BASE
@@ -14,6 +17,7 @@ from reef_bus.events import (
     CandidateReady,
     CandidateRejected,
     CandidateSelected,
+    Event,
     JobAmbiguous,
     JobDiscarded,
     JobDispatched,
@@ -102,42 +106,19 @@ class Training(msgspec.Struct):
 
 def evolve(training: Training, recorded: Recorded) -> None:
     """Apply one event of the `train` family that is not void."""
-    match recorded.event:
-        case TrainerJoined() as joined:
-            training.boot, training.joined = recorded.boot, recorded.seq
-            training.backend, training.offers = joined.backend, joined.offers
-            training.mutates_in_place = joined.mutates_in_place
-        case ScenarioRegistered() as registered:
-            _register(training, recorded.seq, registered)
-        case JobDispatched() as dispatched:
-            _dispatch(training, recorded.seq, dispatched)
-        case JobStarted(attempt=attempt) if training.job:
-            training.job.attempt, training.job.boot, training.job.started = attempt, recorded.boot, recorded.seq
-            training.job.in_place, training.job.ambiguous = training.mutates_in_place, 0
-        case JobAmbiguous() if training.job:
-            training.job.ambiguous = recorded.seq
-        case CandidateReady() as ready if training.job:
-            _ready(training, training.job, recorded.seq, ready)
-        case CandidateEvaluated(metrics=metrics) if training.job:
-            training.job.evaluated, training.job.metrics = recorded.seq, metrics
-        case CandidateSelected(candidate=candidate):
-            training.candidates[candidate].selected = recorded.seq
-            training.selected.append(candidate)
-            training.base = candidate
-            _close(training, recorded.seq)
-        case CandidateRejected(candidate=candidate):
-            training.candidates[candidate].rejected = True
-            _close(training, recorded.seq)
-        case JobDropped() | JobDiscarded():
-            _close(training, recorded.seq)
-        case TrainerRestored(candidate=candidate):
-            training.base = candidate
-        case SenderReady() | SenderFailed():
-            training.sender = _sender(recorded)
+    change = CHANGES.get(type(recorded.event))
+    if change:
+        change(training, recorded, recorded.event)
 
 
-def _register(training: Training, seq: int, event: ScenarioRegistered) -> None:
-    training.scenario, training.model, training.registered = event.scenario, event.model, seq
+def _join(training: Training, recorded: Recorded, event: TrainerJoined) -> None:
+    training.boot, training.joined = recorded.boot, recorded.seq
+    training.backend, training.offers = event.backend, event.offers
+    training.mutates_in_place = event.mutates_in_place
+
+
+def _register(training: Training, recorded: Recorded, event: ScenarioRegistered) -> None:
+    training.scenario, training.model, training.registered = event.scenario, event.model, recorded.seq
     training.candidates[BASE] = Candidate(
         id=BASE,
         base="",
@@ -146,19 +127,32 @@ def _register(training: Training, seq: int, event: ScenarioRegistered) -> None:
         optimizer=event.optimizer,
         manifest=event.manifest,
         tensor_bytes=event.tensor_bytes,
-        seq=seq,
-        selected=seq,
+        seq=recorded.seq,
+        selected=recorded.seq,
     )
 
 
-def _dispatch(training: Training, seq: int, event: JobDispatched) -> None:
-    training.job = Job(id=event.job, step=event.step, base=event.base, batch=event.batch, seq=seq)
+def _dispatch(training: Training, recorded: Recorded, event: JobDispatched) -> None:
+    training.job = Job(id=event.job, step=event.step, base=event.base, batch=event.batch, seq=recorded.seq)
     training.last_batch = event.batch
     training.dispatched += 1
 
 
-def _ready(training: Training, job: Job, seq: int, event: CandidateReady) -> None:
-    job.candidate, job.ready, job.metrics = event.candidate, seq, event.metrics
+def _start(training: Training, recorded: Recorded, event: JobStarted) -> None:
+    if job := training.job:
+        job.attempt, job.boot, job.started = event.attempt, recorded.boot, recorded.seq
+        job.in_place, job.ambiguous = training.mutates_in_place, 0
+
+
+def _doubt(training: Training, recorded: Recorded, event: JobAmbiguous) -> None:
+    if job := training.job:
+        job.ambiguous = recorded.seq
+
+
+def _ready(training: Training, recorded: Recorded, event: CandidateReady) -> None:
+    if not (job := training.job):
+        return
+    job.candidate, job.ready, job.metrics = event.candidate, recorded.seq, event.metrics
     training.candidates[event.candidate] = Candidate(
         id=event.candidate,
         base=event.base,
@@ -167,39 +161,77 @@ def _ready(training: Training, job: Job, seq: int, event: CandidateReady) -> Non
         optimizer=event.optimizer,
         manifest=event.manifest,
         tensor_bytes=event.tensor_bytes,
-        seq=seq,
+        seq=recorded.seq,
     )
 
 
-def _close(training: Training, seq: int) -> None:
-    training.job, training.closed = None, seq
+def _evaluate(training: Training, recorded: Recorded, event: CandidateEvaluated) -> None:
+    if job := training.job:
+        job.evaluated, job.metrics = recorded.seq, event.metrics
 
 
-def _sender(recorded: Recorded) -> Sender:
-    match recorded.event:
-        case SenderReady() as ready:
-            return Sender(
-                boot=recorded.boot,
-                publication=ready.publication,
-                attempt=ready.attempt,
-                seq=recorded.seq,
-                time=recorded.time,
-                load_id=ready.load_id,
-                manifest=ready.manifest,
-                transport=ready.transport,
-                address=ready.address,
-                token=ready.token,
-            )
-        case SenderFailed() as failed:
-            return Sender(
-                boot=recorded.boot,
-                publication=failed.publication,
-                attempt=failed.attempt,
-                seq=recorded.seq,
-                time=recorded.time,
-                failure=f"{failed.cause}: {failed.detail}",
-            )
-    raise AssertionError(recorded.name)
+def _select(training: Training, recorded: Recorded, event: CandidateSelected) -> None:
+    training.candidates[event.candidate].selected = recorded.seq
+    training.selected.append(event.candidate)
+    training.base = event.candidate
+    training.job, training.closed = None, recorded.seq
+
+
+def _reject(training: Training, recorded: Recorded, event: CandidateRejected) -> None:
+    training.candidates[event.candidate].rejected = True
+    training.job, training.closed = None, recorded.seq
+
+
+def _drop(training: Training, recorded: Recorded, event: JobDropped | JobDiscarded) -> None:
+    training.job, training.closed = None, recorded.seq
+
+
+def _restore(training: Training, recorded: Recorded, event: TrainerRestored) -> None:
+    training.base = event.candidate
+
+
+def _offer(training: Training, recorded: Recorded, event: SenderReady) -> None:
+    training.sender = Sender(
+        boot=recorded.boot,
+        publication=event.publication,
+        attempt=event.attempt,
+        seq=recorded.seq,
+        time=recorded.time,
+        load_id=event.load_id,
+        manifest=event.manifest,
+        transport=event.transport,
+        address=event.address,
+        token=event.token,
+    )
+
+
+def _fail(training: Training, recorded: Recorded, event: SenderFailed) -> None:
+    training.sender = Sender(
+        boot=recorded.boot,
+        publication=event.publication,
+        attempt=event.attempt,
+        seq=recorded.seq,
+        time=recorded.time,
+        failure=f"{event.cause}: {event.detail}",
+    )
+
+
+CHANGES: Mapping[type[Event], Callable[[Training, Recorded, Any], None]] = {
+    TrainerJoined: _join,
+    ScenarioRegistered: _register,
+    JobDispatched: _dispatch,
+    JobStarted: _start,
+    JobAmbiguous: _doubt,
+    CandidateReady: _ready,
+    CandidateEvaluated: _evaluate,
+    CandidateSelected: _select,
+    CandidateRejected: _reject,
+    JobDropped: _drop,
+    JobDiscarded: _drop,
+    TrainerRestored: _restore,
+    SenderReady: _offer,
+    SenderFailed: _fail,
+}
 
 
 def in_step(job: Job) -> bool:

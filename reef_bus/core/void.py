@@ -6,6 +6,9 @@ old events count, so a new event gets its clause here and an old clause is never
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from typing import Any
+
 import msgspec
 
 from reef_bus.events import (
@@ -14,6 +17,7 @@ from reef_bus.events import (
     CandidateRejected,
     CandidateSelected,
     EngineJoined,
+    Event,
     JobAmbiguous,
     JobDiscarded,
     JobDispatched,
@@ -51,80 +55,135 @@ class Tail(msgspec.Struct):
 
 def why_void(tail: Tail, recorded: Recorded) -> str:
     """Why every reader must ignore this event, or an empty string."""
-    if recorded.event.family == "operator":
+    kind = type(recorded.event)
+    if kind.family == "operator":
         return ""  # requests: compared with nothing, and never facts
     if recorded.prev != tail.seq:
         return f"its prev is {recorded.prev}, the family's last stored event is {tail.seq}"
-    return _why_boot(tail, recorded) or _why_state(tail, recorded)
+    if kind.family in ("train", "engine") and (why := _why_boot(tail, recorded)):
+        return why
+    clause = CLAUSES.get(kind)
+    return clause(tail, recorded.event) if clause else ""
 
 
 def _why_boot(tail: Tail, recorded: Recorded) -> str:
-    if recorded.event.family not in ("train", "engine"):
-        return ""
-    if isinstance(recorded.event, JOINS):
+    if type(recorded.event) in JOINS:
         return "its boot had joined before" if recorded.boot in tail.boots else ""
     if not tail.boots or tail.boots[-1] != recorded.boot:
         return f"boot {recorded.boot} is not the family's newest"
     return ""
 
 
-def _why_state(tail: Tail, recorded: Recorded) -> str:
-    match recorded.event:
-        case JobDispatched() | TargetPersisted():
-            return f"{tail.open} is still open" if tail.open else ""
-        case ScenarioRegistered():
-            return "a scenario is registered already" if tail.registered else ""
-        case JobStarted(job=job, attempt=attempt):
-            ok = tail.open == job and not tail.candidate and attempt == tail.attempt + 1
-            return _unless(ok, "no such job to start")
-        case CandidateReady(job=job, attempt=attempt):
-            ok = tail.open == job and not tail.candidate and attempt == tail.attempt > 0
-            return _unless(ok, "no such attempt of a job is open")
-        case (
-            CandidateEvaluated(candidate=candidate)
-            | CandidateSelected(candidate=candidate)
-            | CandidateRejected(candidate=candidate)
-        ):
-            return _unless(bool(tail.open) and tail.candidate == candidate, "no such candidate is open")
-        case JobAmbiguous(job=job, attempt=attempt):
-            ok = tail.open == job and not tail.candidate and attempt == tail.attempt > 0
-            return _unless(ok, "no such attempt of a job is open")
-        case JobDropped(job=job) | JobDiscarded(job=job):
-            return _unless(tail.open == job, "no such job is open")
-        case (
-            TransferAborted(publication=publication, attempt=attempt)
-            | PublicationHalted(publication=publication, attempt=attempt)
-            | ReleaseCommitted(publication=publication, attempt=attempt)
-        ):
-            return _unless(tail.open == publication and tail.attempt == attempt, "no such attempt is open")
-    return ""
+# -- the clauses by which a family's own state voids an event
 
 
-def _unless(holds: bool, why: str) -> str:
-    return "" if holds else why
+def _nothing_is_open(tail: Tail, event: JobDispatched | TargetPersisted) -> str:
+    return f"{tail.open} is still open" if tail.open else ""
+
+
+def _no_scenario_is_registered(tail: Tail, event: ScenarioRegistered) -> str:
+    return "a scenario is registered already" if tail.registered else ""
+
+
+def _job_may_start(tail: Tail, event: JobStarted) -> str:
+    ok = tail.open == event.job and not tail.candidate and event.attempt == tail.attempt + 1
+    return "" if ok else "no such job to start"
+
+
+def _job_is_under_way(tail: Tail, event: CandidateReady | JobAmbiguous) -> str:
+    ok = tail.open == event.job and not tail.candidate and event.attempt == tail.attempt > 0
+    return "" if ok else "no such attempt of a job is open"
+
+
+def _candidate_is_open(tail: Tail, event: CandidateEvaluated | CandidateSelected | CandidateRejected) -> str:
+    return "" if tail.open and tail.candidate == event.candidate else "no such candidate is open"
+
+
+def _job_is_open(tail: Tail, event: JobDropped | JobDiscarded) -> str:
+    return "" if tail.open == event.job else "no such job is open"
+
+
+def _attempt_is_open(tail: Tail, event: TransferAborted | PublicationHalted | ReleaseCommitted) -> str:
+    ok = tail.open == event.publication and tail.attempt == event.attempt
+    return "" if ok else "no such attempt is open"
+
+
+CLAUSES: Mapping[type[Event], Callable[[Tail, Any], str]] = {
+    JobDispatched: _nothing_is_open,
+    TargetPersisted: _nothing_is_open,
+    ScenarioRegistered: _no_scenario_is_registered,
+    JobStarted: _job_may_start,
+    JobAmbiguous: _job_is_under_way,
+    CandidateReady: _job_is_under_way,
+    CandidateEvaluated: _candidate_is_open,
+    CandidateSelected: _candidate_is_open,
+    CandidateRejected: _candidate_is_open,
+    JobDropped: _job_is_open,
+    JobDiscarded: _job_is_open,
+    TransferAborted: _attempt_is_open,
+    PublicationHalted: _attempt_is_open,
+    ReleaseCommitted: _attempt_is_open,
+}
+"""What must hold in its family for an event to count; an event that is not named here counts in any state.
+
+A table, and not a ladder of cases, because every reader asks this of every event: it is half of what a fold costs.
+"""
 
 
 def advance(tail: Tail, recorded: Recorded, *, void: bool) -> None:
     """Move the tail past a stored event; a void one moves nothing but the sequence."""
     tail.seq = recorded.seq
-    if void:
-        return
-    match recorded.event:
-        case TrainerJoined() | EngineJoined():
-            tail.boots.append(recorded.boot)
-        case ScenarioRegistered():
-            tail.registered = True
-        case JobDispatched(job=job):
-            tail.open, tail.attempt, tail.candidate = job, 0, ""
-        case JobStarted(attempt=attempt):
-            tail.attempt = attempt
-        case CandidateReady(candidate=candidate):
-            tail.candidate = candidate
-        case TargetPersisted(publication=publication, attempt=attempt):
-            tail.open, tail.attempt = publication, attempt
-        case TransferAborted(next_attempt=attempt):
-            tail.attempt = attempt
-        case CandidateSelected() | CandidateRejected() | JobDropped() | JobDiscarded():
-            tail.open, tail.attempt, tail.candidate = "", 0, ""
-        case ReleaseCommitted() | PublicationHalted():
-            tail.open, tail.attempt, tail.candidate = "", 0, ""
+    move = MOVES.get(type(recorded.event))
+    if move and not void:
+        move(tail, recorded, recorded.event)
+
+
+def _join(tail: Tail, recorded: Recorded, event: TrainerJoined | EngineJoined) -> None:
+    tail.boots.append(recorded.boot)
+
+
+def _register(tail: Tail, recorded: Recorded, event: ScenarioRegistered) -> None:
+    tail.registered = True
+
+
+def _open_job(tail: Tail, recorded: Recorded, event: JobDispatched) -> None:
+    tail.open, tail.attempt, tail.candidate = event.job, 0, ""
+
+
+def _start(tail: Tail, recorded: Recorded, event: JobStarted) -> None:
+    tail.attempt = event.attempt
+
+
+def _ready(tail: Tail, recorded: Recorded, event: CandidateReady) -> None:
+    tail.candidate = event.candidate
+
+
+def _open_publication(tail: Tail, recorded: Recorded, event: TargetPersisted) -> None:
+    tail.open, tail.attempt = event.publication, event.attempt
+
+
+def _retry(tail: Tail, recorded: Recorded, event: TransferAborted) -> None:
+    tail.attempt = event.next_attempt
+
+
+def _close(tail: Tail, recorded: Recorded, event: Event) -> None:
+    tail.open, tail.attempt, tail.candidate = "", 0, ""
+
+
+MOVES: Mapping[type[Event], Callable[[Tail, Recorded, Any], None]] = {
+    TrainerJoined: _join,
+    EngineJoined: _join,
+    ScenarioRegistered: _register,
+    JobDispatched: _open_job,
+    JobStarted: _start,
+    CandidateReady: _ready,
+    CandidateSelected: _close,
+    CandidateRejected: _close,
+    JobDropped: _close,
+    JobDiscarded: _close,
+    TargetPersisted: _open_publication,
+    TransferAborted: _retry,
+    ReleaseCommitted: _close,
+    PublicationHalted: _close,
+}
+"""How an event that counts moves its family's tail, beside its place."""

@@ -6,44 +6,35 @@ Folding the same events gives equal worlds, on any machine and in any number of 
 
 from __future__ import annotations
 
-from typing import NoReturn
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn
 
 import msgspec
 
-from reef_bus.core import membership, publication, requests, training
+from reef_bus.core import membership, publication, requests, supervision, training
 from reef_bus.core.ids import LoadId
 from reef_bus.core.membership import Membership
 from reef_bus.core.publication import SUPERSEDED, Publications
 from reef_bus.core.requests import Request
+from reef_bus.core.supervision import Component
 from reef_bus.core.training import Training, in_step, links
 from reef_bus.core.void import RULES, Tail, advance, why_void
 from reef_bus.errors import ContractError
 from reef_bus.events import (
     CandidateReady,
-    ComponentLost,
-    ComponentStarted,
+    EngineExcluded,
+    Event,
     JobDispatched,
     LogOpened,
+    Member,
+    PublicationHalted,
     Recorded,
-    RecoveryHalted,
     ReleaseCommitted,
     ScenarioRegistered,
     TargetPersisted,
     TrainerRestored,
     TransferAborted,
 )
-
-
-class Component(msgspec.Struct, kw_only=True):
-    """A process that a supervisor runs. Its last end was recorded at `ended` (sequence) and `ended_time`; `halted` is
-    the supervisor boot that gave it up, `lost` the broker times (ns) of its failures since it was last given up."""
-
-    starts: int = 0
-    ended: int = 0
-    ended_time: int = 0
-    running: bool = False
-    halted: str = ""
-    lost: list[int] = []
 
 
 class World(msgspec.Struct):
@@ -91,22 +82,27 @@ def _evolve(world: World, recorded: Recorded) -> None:
     match event.family:
         case "train":
             training.evolve(world.training, recorded)
-            if isinstance(event, ScenarioRegistered):
+            if type(event) is ScenarioRegistered:
                 publication.register(world.publications, world.incarnation, recorded, event)
         case "release":
-            if isinstance(event, TargetPersisted):
+            if type(event) is TargetPersisted:
                 membership.forget_attempts(world.membership)
             publication.evolve(world.publications, recorded)
+            if isinstance(event, EngineExcluded | TransferAborted | PublicationHalted):
+                _cast_out(world, recorded.time)
         case "engine":
             membership.evolve(world.membership, recorded)
         case "deployment":
-            _deployment(world, recorded)
+            if type(event) is LogOpened:
+                world.incarnation = event.incarnation
+            supervision.evolve(world.components, recorded)
         case "operator":
             asked = requests.request(recorded)
             why = refusal(world, asked) or _moved(world, asked)
             world.requests[recorded.seq] = msgspec.structs.replace(asked, refused=why)
-    requests.answered(world.requests, event)
-    _overtake(world)
+    if world.requests:
+        requests.answered(world.requests, event)
+        _overtake(world)
 
 
 def _overtake(world: World) -> None:
@@ -117,48 +113,36 @@ def _overtake(world: World) -> None:
             world.requests[seq] = msgspec.structs.replace(asked, refused=why)
 
 
-def _deployment(world: World, recorded: Recorded) -> None:
-    match recorded.event:
-        case LogOpened(incarnation=incarnation):
-            world.incarnation = incarnation
-        case ComponentStarted(component=name, starts=starts):
-            component = world.components.setdefault(name, Component())
-            component.starts, component.running, component.halted = starts, True, ""
-        case ComponentLost(component=name, exit=status):
-            component = world.components.setdefault(name, Component())
-            component.running, component.ended, component.ended_time = False, recorded.seq, recorded.time
-            if status:
-                component.lost.append(recorded.time)
-        case RecoveryHalted(component=name):
-            component = world.components.setdefault(name, Component())
-            component.halted = recorded.boot
-            component.lost.clear()
+def _cast_out(world: World, time: int) -> None:
+    """Boots that are excluded, and were not before."""
+    for engine in world.membership.engines.values():
+        if not engine.out and engine.boot in world.publications.excluded:
+            engine.out = time
 
 
 def _check(world: World, recorded: Recorded) -> None:
     """Only what is monotone is checked, so that no reader ever needs another reader's view to agree."""
     event = recorded.event
-    if (not world.incarnation) != isinstance(event, LogOpened):
+    if (not world.incarnation) != (type(event) is LogOpened):
         _contradiction(recorded, "a log begins with exactly one LogOpened")
-    match event:
-        case LogOpened(rules=rules) if rules != RULES:
-            _contradiction(recorded, f"the log is folded by rules {rules}, this version knows rules {RULES}")
-        case JobDispatched(base=base) if base not in world.training.candidates:
-            _contradiction(recorded, f"base {base} was never a candidate")
-        case TrainerRestored(candidate=candidate) if candidate not in world.training.candidates:
-            _contradiction(recorded, f"{candidate} was never a candidate")
-        case CandidateReady():
-            _check_candidate(world, recorded, event)
-        case TargetPersisted() if event.request or event.sender == "artifact":
-            _check_rollback(world, recorded, event)
-        case TargetPersisted():
-            _check_target(world, recorded, event)
-        case TransferAborted(attempt=attempt, next_attempt=following) if following != attempt + 1:
-            _contradiction(recorded, f"attempt {following} does not follow attempt {attempt}")
-        case TransferAborted(members=members):
-            _check_members(world, recorded, [(m.engine, m.boot) for m in members])
-        case ReleaseCommitted():
-            _check_commit(world, recorded, event)
+    check = CHECKS.get(type(event))
+    if check:
+        check(world, recorded, event)
+
+
+def _check_rules(world: World, recorded: Recorded, event: LogOpened) -> None:
+    if event.rules != RULES:
+        _contradiction(recorded, f"the log is folded by rules {event.rules}, this version knows rules {RULES}")
+
+
+def _check_base(world: World, recorded: Recorded, event: JobDispatched) -> None:
+    if event.base not in world.training.candidates:
+        _contradiction(recorded, f"base {event.base} was never a candidate")
+
+
+def _check_restored(world: World, recorded: Recorded, event: TrainerRestored) -> None:
+    if event.candidate not in world.training.candidates:
+        _contradiction(recorded, f"{event.candidate} was never a candidate")
 
 
 def _check_candidate(world: World, recorded: Recorded, event: CandidateReady) -> None:
@@ -171,6 +155,13 @@ def _check_candidate(world: World, recorded: Recorded, event: CandidateReady) ->
 
 
 def _check_target(world: World, recorded: Recorded, event: TargetPersisted) -> None:
+    if event.request or event.sender == "artifact":
+        _check_rollback(world, recorded, event)
+    else:
+        _check_update(world, recorded, event)
+
+
+def _check_update(world: World, recorded: Recorded, event: TargetPersisted) -> None:
     candidate, head = world.training.candidates.get(event.candidate), world.publications.head
     if candidate is None or not candidate.selected or head is None:
         _contradiction(recorded, f"candidate {event.candidate} was not selected")
@@ -202,15 +193,22 @@ def _check_attempt(world: World, recorded: Recorded, event: TargetPersisted) -> 
         _contradiction(recorded, f"its first attempt is number {event.attempt}")
     if event.load_id != str(LoadId(world.incarnation, world.publications.sequence + 1)):
         _contradiction(recorded, f"load id {event.load_id} does not follow sequence {world.publications.sequence}")
-    _check_members(world, recorded, [(m.engine, m.boot) for m in event.members])
+    _check_members(world, recorded, event.members)
 
 
-def _check_members(world: World, recorded: Recorded, members: list[tuple[str, str]]) -> None:
+def _check_next(world: World, recorded: Recorded, event: TransferAborted) -> None:
+    if event.next_attempt != event.attempt + 1:
+        _contradiction(recorded, f"attempt {event.next_attempt} does not follow attempt {event.attempt}")
+    _check_members(world, recorded, event.members)
+
+
+def _check_members(world: World, recorded: Recorded, members: tuple[Member, ...]) -> None:
     if not members:
         _contradiction(recorded, "its membership is empty")
-    for engine, boot in members:
+    for member in members:
+        engine, boot = member.engine, member.boot
         tail = world.tails.get(f"engine.{engine}")
-        if tail is None or boot not in tail.boots:
+        if tail is None or boot not in reversed(tail.boots):  # it is nearly always the newest
             _contradiction(recorded, f"member {engine} boot {boot} never joined")
         if boot in world.publications.excluded:
             _contradiction(recorded, f"member {engine} boot {boot} was excluded")
@@ -232,6 +230,17 @@ def _check_commit(world: World, recorded: Recorded, event: ReleaseCommitted) -> 
         if report is None or not agrees(report, open_):
             said = (report.failure or report.manifest) if report else "nothing"
             _contradiction(recorded, f"{member.engine} boot {member.boot} reported {said}, not the target's digest")
+
+
+CHECKS: Mapping[type[Event], Callable[[World, Recorded, Any], None]] = {
+    LogOpened: _check_rules,
+    JobDispatched: _check_base,
+    TrainerRestored: _check_restored,
+    CandidateReady: _check_candidate,
+    TargetPersisted: _check_target,
+    TransferAborted: _check_next,
+    ReleaseCommitted: _check_commit,
+}
 
 
 def agrees(report: membership.Report, target: publication.Publication) -> bool:
@@ -279,7 +288,7 @@ def refusal(world: World, asked: Request) -> str:
         case "PublicationHaltRequested":
             return "" if published.open and published.open.id == about else "not_open"
         case "RecoveryResumeRequested":
-            return "" if about in world.components and world.components[about].halted else "not_halted"
+            return "" if about in world.components and world.components[about].given_up else "not_given_up"
     raise AssertionError(asked.name)
 
 

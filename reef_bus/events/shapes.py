@@ -1,6 +1,7 @@
 """What every event is made of: the base struct, small values, and what surrounds an event.
 
 Knows: names and fields. Must not know: any event, or how it travels (`envelope.py`).
+No `gc`: what is frozen and came from JSON is part of no cycle, and whoever reads a log holds a great many of these.
 """
 
 from __future__ import annotations
@@ -13,21 +14,21 @@ WHOLE = "_"
 """The subject id of an event that concerns the whole deployment."""
 
 
-class Blob(msgspec.Struct, frozen=True):
+class Blob(msgspec.Struct, frozen=True, gc=False):
     """A content-addressed file beside the log: sha256 (hex) and size in bytes."""
 
     digest: str
     size: int
 
 
-class Member(msgspec.Struct, frozen=True):
+class Member(msgspec.Struct, frozen=True, gc=False):
     """One boot of one engine. An address may come back; a boot never does."""
 
     engine: str
     boot: str
 
 
-class Evidence(msgspec.Struct, frozen=True):
+class Evidence(msgspec.Struct, frozen=True, gc=False):
     """What one member had reported when its release was committed: the sequence of the report and its digest."""
 
     engine: str
@@ -36,7 +37,7 @@ class Evidence(msgspec.Struct, frozen=True):
     manifest: str
 
 
-class Event(msgspec.Struct, frozen=True, kw_only=True):
+class Event(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """A fact. `family` is the subject family that holds it, `id_field` the field that is the subject's id, and
     `own_chain` says whether each id is chained by itself."""
 
@@ -48,12 +49,13 @@ class Event(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def key(self) -> str:
         """The id part of the subject, before encoding."""
-        return str(getattr(self, self.id_field)) if self.id_field else WHOLE
+        found: str = getattr(self, self.id_field) if self.id_field else WHOLE
+        return found
 
     @property
     def chain(self) -> str:
         """What `prev` chains: the family, or this id of it."""
-        return f"{self.family}.{self.key}" if self.own_chain else self.family
+        return f"{self.family}.{getattr(self, self.id_field)}" if self.own_chain else self.family
 
 
 class Draft(msgspec.Struct, frozen=True, kw_only=True):
@@ -66,7 +68,7 @@ class Draft(msgspec.Struct, frozen=True, kw_only=True):
     correlation: str = ""
 
 
-class Recorded(msgspec.Struct, frozen=True, kw_only=True):
+class Recorded(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """A fact as the log holds it. `time` is the broker's timestamp in ns since the epoch; `prev` the sequence that was
     its family's last stored event when it was written (0 for records, which have no such expectation)."""
 

@@ -51,6 +51,21 @@ def command(*words: str) -> Iterator[subprocess.Popen[str]]:
         process.communicate()
 
 
+def free_row(count: int) -> int:
+    """The first of `count` free ports in a row, below those that the system hands out."""
+    for first in range(20_000, 32_000, count):
+        with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
+            for port in range(first, first + count):
+                stack.enter_context(contextlib.closing(socket.socket())).bind(("127.0.0.1", port))
+            return first
+    raise AssertionError("no free ports")
+
+
+def scrape(port: int) -> str:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as reply:
+        return str(reply.read(), "utf-8")
+
+
 def answers(url: str, process: subprocess.Popen[str]) -> int:
     """Wait for the first 200 of a chat request."""
     body = json.dumps({"model": "reef-digit", "messages": [{"role": "user", "content": "3"}]}).encode()
@@ -69,8 +84,12 @@ def test_up_serves_from_a_yaml_file_and_ends_in_order_on_ctrl_c(tmp_path: Path) 
     port, state = free_port(), tmp_path / "state"
     file = tmp_path / "deployment.yaml"
     file.write_text(YAML.format(state=state, port=port))
-    with command("up", "-c", str(file), "--set", "training.group-size=4") as up:
+    metrics = free_row(6)
+    with command("up", "-c", str(file), "--set", "training.group-size=4", "--set", f"metrics.port={metrics}") as up:
         assert answers(f"http://127.0.0.1:{port}", up) == 200
+        for role in range(metrics, metrics + 6):  # trainer, engine-a, two publishers, gateway, supervisor
+            text = scrape(role)
+            assert "reef_up 1.0" in text and "reef_release_sequence 0.0" in text and "reef_halted 0.0" in text
         children = psutil.Process(up.pid).children(recursive=True)
         assert len(children) == 6  # nats-server, trainer, engine-a, two publishers, gateway
         second = subprocess.run(

@@ -1,6 +1,6 @@
-"""The supervisor: what it owes, what it owns, and how everything that it owns ends; and the demo's figures.
+"""The supervisor: what it owns, and how everything that it owns ends; a role as a process; and the demo's figures.
 
-Knows: the supervisor's question, processes that only sleep. Must not know: any role's inside.
+Knows: processes that only sleep. Must not know: any role's inside, or what a supervisor owes (`test_recovery.py`).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -24,106 +24,20 @@ from consumers.reef_supervisor import role as role_module
 from consumers.reef_supervisor.commands import _demo
 from consumers.reef_supervisor.demo import _config
 from consumers.reef_supervisor.harness import Scored, score
+from consumers.reef_supervisor.processes import Child
 from consumers.reef_supervisor.role import Supervisor, components
 from consumers.reef_supervisor.tally import Tally
 from reef_bus import process
 from reef_bus.config import Config, dump, load
-from reef_bus.core.effects import Append, Debt, Me, Restarts, StartComponent
-from reef_bus.core.supervision import supervisor
-from reef_bus.core.world import World
+from reef_bus.core.effects import Append, Debt, Me, StartComponent
+from reef_bus.embedded import Lock
 from reef_bus.errors import Rejected, Unavailable
-from reef_bus.events import ComponentLost, ComponentStarted, Event, RecoveryHalted
+from reef_bus.events import ComponentStarted, Event, ReadinessPublished
 from reef_bus.journal import MemoryJournal, MemoryStreams
 from reef_bus.producer import Answer
 from reef_bus.runner import Retired
 from tests.facts import E0, E1, SERVING, committed, fenced, halted, opened, released, target, trained
-from tests.spec import MILLI, SECOND, T0, Said, Scribe, Step, after, by, given
-
-RESTARTS = Restarts(max_restarts=3, window_s=300.0, delay_s=1.0)
-
-
-def up(starts: int = 1) -> ComponentStarted:
-    return ComponentStarted(component="c", pid=1, starts=starts)
-
-
-def down(status: int = -9) -> ComponentLost:
-    return ComponentLost(component="c", exit=status)
-
-
-def owed(
-    *history: Step, exits: Mapping[str, int | None] | None = None, later_s: float = 0.0, boot: str = "first"
-) -> list[object]:
-    state = given(opened(), *history)
-    debts = supervisor(
-        state.world, Me("supervisor", boot), ("c",), exits or {}, RESTARTS, state.now + int(later_s * SECOND)
-    )
-    return [debt.effect.event if isinstance(debt.effect, Append) else debt.effect for debt in debts]
-
-
-# -- what is owed
-
-
-def test_nothing_before_the_log_is_open() -> None:
-    assert supervisor(World(), Me("supervisor", "first"), ("c",), {}, RESTARTS, T0) == []
-
-
-def test_a_component_that_never_ran_is_started() -> None:
-    assert owed() == [StartComponent("c", 1)]
-
-
-def test_one_that_runs_owes_nothing() -> None:
-    assert owed(up(), exits={"c": None}) == []
-
-
-def test_an_end_is_a_fact_before_anything_is_started_again() -> None:
-    assert owed(up(), exits={"c": -9}) == [ComponentLost(component="c", exit=-9)]
-
-
-def test_what_ran_under_an_earlier_supervisor_ended_with_it_and_is_started_at_once() -> None:
-    ended = ComponentLost(component="c", exit=0, detail="its supervisor ended")
-    assert owed(up()) == [ended]
-    assert owed(up(), ended) == [StartComponent("c", 2)]
-
-
-@pytest.mark.parametrize(("losses", "delay_s"), [(1, 1.0), (2, 2.0), (3, 4.0)])
-def test_delays_double_and_count_from_the_log(losses: int, delay_s: float) -> None:
-    history = [step for starts in range(1, losses + 1) for step in (up(starts), down())]
-    assert owed(*history, exits={"c": -9}, later_s=delay_s - 0.01) == []
-    assert owed(*history, exits={"c": -9}, later_s=delay_s + 0.001) == [StartComponent("c", losses + 1)]
-
-
-def test_the_fourth_loss_within_the_window_halts_recovery_and_then_nothing_is_owed() -> None:
-    history = [step for starts in range(1, 5) for step in (up(starts), down())]
-    halt = RecoveryHalted(component="c", restarts=3, window_s=300.0)
-    assert owed(*history, exits={"c": -9}, later_s=60) == [halt]
-    assert owed(*history, by("first", halt), exits={"c": -9}, later_s=60) == []
-
-
-def test_the_next_supervisor_tries_again_with_a_fresh_budget_because_a_person_started_it() -> None:
-    history = [step for starts in range(1, 5) for step in (up(starts), down())]
-    gave_up = by("first", RecoveryHalted(component="c", restarts=3, window_s=300.0))
-    assert owed(*history, gave_up, boot="second") == [StartComponent("c", 5)]
-    assert owed(*history, gave_up, up(5), down(), exits={"c": -9}, later_s=1.1, boot="second") == [
-        StartComponent("c", 6)
-    ]
-
-
-def test_losses_before_the_window_are_forgotten() -> None:
-    history = [step for starts in range(1, 4) for step in (up(starts), down())]
-    assert owed(*history, after(301, up(4)), down(), exits={"c": -9}, later_s=1.0) == [StartComponent("c", 5)]
-
-
-def test_an_asked_for_end_costs_nothing() -> None:
-    history = [step for starts in range(1, 8) for step in (up(starts), down(0))]
-    assert owed(*history, exits={"c": 0}) == [StartComponent("c", 8)]
-
-
-def test_keys_stay_while_the_debt_does() -> None:
-    world = given(opened(), up()).world
-    me, ended = Me("supervisor", "first"), {"c": 1}
-    keys = {d.key for now in (T0, T0 + SECOND) for d in supervisor(world, me, ("c",), ended, RESTARTS, now)}
-    assert keys == {"lost/c/1"}
-
+from tests.spec import MILLI, T0, Said, Scribe, Step, given
 
 # -- what is owned
 
@@ -134,18 +48,16 @@ def owner(tmp_path: Path) -> Iterator[Supervisor]:
     found = Supervisor(config, tmp_path / "deployment.json", Me("supervisor", "s1"))
     yield found
     for child in found.children.values():
-        if child.poll() is None:
-            child.kill()
-        child.wait()
+        child.kill()
+        assert child.end(5.0) == ()
 
 
-def child(code: str) -> subprocess.Popen[bytes]:
-    found = subprocess.Popen(
-        [sys.executable, "-c", f"{code}\nprint(flush=True)\nimport time; time.sleep(60)"], stdout=subprocess.PIPE
-    )
+def child(code: str) -> Child:
+    command = [sys.executable, "-c", f"{code}\nprint(flush=True)\nimport time; time.sleep(60)"]
+    found = subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True)
     with found.stdout or contextlib.nullcontext() as out:
         assert out and out.readline()
-    return found
+    return Child(found)
 
 
 IGNORE = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)"
@@ -169,7 +81,7 @@ async def test_stop_asks_and_then_insists_and_nothing_is_owed_any_more(
     monkeypatch.setattr(role_module, "STOP_S", 0.3)
     owner.children = {"polite": child(""), "deaf": child(IGNORE)}
     await owner.stop()
-    assert {name: found.returncode for name, found in owner.children.items()} == {"polite": -15, "deaf": -9}
+    assert {name: found.exit for name, found in owner.children.items()} == {"polite": -15, "deaf": -9}
     assert owner.pids() == [] and owner.react(given(opened()).world, T0) == ()
     await owner.stop()  # safe to repeat
 
@@ -185,6 +97,43 @@ async def test_a_child_that_cannot_be_started_now_is_tried_again(
         with pytest.raises(Unavailable, match="cannot start trainer"):
             await owner.perform(Debt(key="start", effect=StartComponent("trainer", 1)), scope)
     assert owner.children == {}
+
+
+async def test_a_start_that_is_asked_for_twice_is_one_process(
+    owner: Supervisor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The fact of a start may take a while to be on the log, and its debt may be seen to be owed again meanwhile."""
+    sleeps = [sys.executable, "-c", "import time; time.sleep(60)"]
+    popen = subprocess.Popen
+    monkeypatch.setattr(subprocess, "Popen", lambda _, **how: popen(sleeps, **how))
+    async with contextlib.AsyncExitStack() as scope:
+        debt = Debt(key="start", effect=StartComponent("trainer", 1))
+        first, second = [await owner.perform(debt, scope) for _ in range(2)]
+    assert first == second == ComponentStarted(component="trainer", pid=owner.children["trainer"].pid, starts=1)
+
+
+def test_a_heartbeat_says_who_a_process_is_only_if_it_is_that_process(owner: Supervisor) -> None:
+    """An earlier boot of the same name may be heard last when its successor runs already."""
+    owner.children["gateway"] = found = child("")
+    world = given(opened(), ComponentStarted(component="gateway", pid=found.pid, starts=1)).world
+
+    def ready() -> list[object]:
+        effects = [debt.effect for debt in owner.react(world, T0)]
+        return [e.event for e in effects if isinstance(e, Append) and isinstance(e.event, ReadinessPublished)]
+
+    owner.hear({"role": "gateway", "id": "gateway", "boot": "old", "pid": found.pid + 1})
+    owner.hear({"role": "trainer", "id": "trainer", "boot": "t1", "pid": 1})
+    assert ready() == []
+    owner.hear({"role": "gateway", "id": "gateway", "boot": "new", "pid": found.pid})
+    assert ready() == [ReadinessPublished(component="gateway", boot="new")]
+
+
+def test_a_component_that_runs_under_another_parent_is_left_alone(owner: Supervisor, tmp_path: Path) -> None:
+    lock = Lock(tmp_path / "locks" / "trainer.lock", "component trainer")
+    world = given(opened()).world
+    owes = {debt.effect.component for debt in owner.react(world, T0) if isinstance(debt.effect, StartComponent)}
+    assert owes == {"engine-0", "engine-1", "publisher", "publisher-2", "gateway"}
+    lock.release()
 
 
 PARENT = """

@@ -8,9 +8,8 @@ compared where something is made of them: in targets, in commits, in the reports
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -25,6 +24,7 @@ from reef_bus.events import (
     CandidateSelected,
     EngineFenced,
     EngineJoined,
+    Event,
     Evidence,
     JobDiscarded,
     JobDispatched,
@@ -109,33 +109,34 @@ class Ledger(msgspec.Struct, kw_only=True):
 
 def note(ledger: Ledger, recorded: Recorded) -> None:
     """Enter one event that is not void."""
-    match recorded.event.family:
-        case "engine":
-            _engine(ledger, recorded)
-        case "train":
-            _train(ledger, recorded)
-        case "release":
-            _release(ledger, recorded)
-        case "deployment" if isinstance(recorded.event, LogOpened):
-            ledger.incarnation = recorded.event.incarnation
-        case "operator" if isinstance(recorded.event, RollbackRequested):
-            ledger.rollbacks[recorded.seq] = recorded.event
+    entry = ENTRIES.get(type(recorded.event))
+    if entry:
+        entry(ledger, recorded, recorded.event)
 
 
-def _engine(ledger: Ledger, recorded: Recorded) -> None:
-    match recorded.event:
-        case EngineJoined(engine=engine):
-            ledger.engines.add(engine)
-        case EngineFenced() as event:
-            _fence(ledger, recorded.seq, recorded.boot, event)
-        case ReceiverVerified() | ReceiverFailed() as event:
-            word = (recorded.boot, event.publication, event.attempt)
-            ledger.reports.setdefault(word, Said(recorded.seq, event))
+def _open_log(ledger: Ledger, recorded: Recorded, event: LogOpened) -> None:
+    ledger.incarnation = event.incarnation
 
 
-def _fence(ledger: Ledger, seq: int, boot: str, event: EngineFenced) -> None:
+def _ask(ledger: Ledger, recorded: Recorded, event: RollbackRequested) -> None:
+    ledger.rollbacks[recorded.seq] = event
+
+
+# -- what engines say
+
+
+def _join(ledger: Ledger, recorded: Recorded, event: EngineJoined) -> None:
+    ledger.engines.add(event.engine)
+
+
+def _report(ledger: Ledger, recorded: Recorded, event: ReceiverVerified | ReceiverFailed) -> None:
+    word = (recorded.boot, event.publication, event.attempt)
+    ledger.reports.setdefault(word, Said(recorded.seq, event))
+
+
+def _fence(ledger: Ledger, recorded: Recorded, event: EngineFenced) -> None:
     """Invariant 10: whoever stops, stops for a target; and a candidate that is refused has none."""
-    candidate = ledger.publications.get(event.publication)
+    seq, boot, candidate = recorded.seq, recorded.boot, ledger.publications.get(event.publication)
     if candidate is None:
         text = f"{event.engine} boot {boot} stopped for publication {event.publication}; expected one with a target"
         ledger.findings.add(10, text, [seq])
@@ -148,59 +149,69 @@ def _fence(ledger: Ledger, seq: int, boot: str, event: EngineFenced) -> None:
         ledger.stops.setdefault(boot, []).append(seq)
 
 
-def _train(ledger: Ledger, recorded: Recorded) -> None:
-    match recorded.event:
-        case ScenarioRegistered() as event:
-            _register(ledger, recorded.seq, event)
-        case JobDispatched() as event:
-            if ledger.job:
-                text = f"job {event.job} is dispatched while {ledger.job} is open; expected at most one open job"
-                ledger.findings.add(8, text, [recorded.seq])
-            ledger.job, ledger.jobs = event.job, ledger.jobs + 1
-            if ledger.batches is not None:
-                consume(ledger.answers, ledger.batches, recorded.seq, event, ledger.findings)
-        case CandidateReady() as event:
-            ledger.contents.setdefault(event.candidate, Content(event.base, event.manifest, event.weights))
-        case CandidateSelected(candidate=candidate):
-            ledger.job, ledger.selected[candidate] = "", recorded.seq
-        case CandidateRejected() | JobDropped() | JobDiscarded():
-            ledger.job = ""
+# -- what the trainer says
 
 
-def _register(ledger: Ledger, seq: int, event: ScenarioRegistered) -> None:
+def _register(ledger: Ledger, recorded: Recorded, event: ScenarioRegistered) -> None:
     ledger.head, ledger.head_candidate = str(LoadId(ledger.incarnation, 0)), BASE
     ledger.contents[BASE] = Content("", event.manifest, event.weights)
     ledger.releases[ledger.head] = BASE
     ledger.digests[ledger.head] = event.manifest
-    ledger.selected[BASE], ledger.ended[BASE] = seq, "committed"
+    ledger.selected[BASE], ledger.ended[BASE] = recorded.seq, "committed"
 
 
-def _release(ledger: Ledger, recorded: Recorded) -> None:
+def _dispatch(ledger: Ledger, recorded: Recorded, event: JobDispatched) -> None:
+    if ledger.job:
+        text = f"job {event.job} is dispatched while {ledger.job} is open; expected at most one open job"
+        ledger.findings.add(8, text, [recorded.seq])
+    ledger.job, ledger.jobs = event.job, ledger.jobs + 1
+    if ledger.batches is not None:
+        consume(ledger.answers, ledger.batches, recorded.seq, event, ledger.findings)
+
+
+def _ready(ledger: Ledger, recorded: Recorded, event: CandidateReady) -> None:
+    ledger.contents.setdefault(event.candidate, Content(event.base, event.manifest, event.weights))
+
+
+def _select(ledger: Ledger, recorded: Recorded, event: CandidateSelected) -> None:
+    ledger.job, ledger.selected[event.candidate] = "", recorded.seq
+
+
+def _close_job(ledger: Ledger, recorded: Recorded, event: CandidateRejected | JobDropped | JobDiscarded) -> None:
+    ledger.job = ""
+
+
+# -- what publishers say, beside targets and commits
+
+
+def _abort(ledger: Ledger, recorded: Recorded, event: TransferAborted) -> None:
+    if ledger.open:
+        ledger.open = Open(ledger.open.target, event.next_attempt, event.members)
+
+
+def _halt(ledger: Ledger, recorded: Recorded, event: PublicationHalted) -> None:
+    if ledger.open:
+        if not ledger.open.target.request:
+            ledger.ended[ledger.open.target.candidate] = "halted"
+        ledger.open = None
+
+
+def _refuse(ledger: Ledger, recorded: Recorded, event: PublicationRefused) -> None:
     seq = recorded.seq
-    match recorded.event:
-        case TargetPersisted() as event:
-            _target(ledger, seq, event)
-        case TransferAborted() as event if ledger.open:
-            ledger.open = Open(ledger.open.target, event.next_attempt, event.members)
-        case ReleaseCommitted() as event:
-            _commit(ledger, seq, event)
-        case PublicationHalted() if ledger.open:
-            if not ledger.open.target.request:
-                ledger.ended[ledger.open.target.candidate] = "halted"
-            ledger.open = None
-        case PublicationRefused(request=request) if request:
-            ledger.rollbacks.pop(request, None)
-        case PublicationRefused() as event:
-            if event.candidate in ledger.targeted:
-                text = f"candidate {event.candidate} is refused at {seq}, after its target had raised a fence"
-                ledger.findings.add(10, text, [ledger.targeted[event.candidate], seq])
-            ledger.ended[event.candidate], ledger.refused[event.candidate] = event.reason, seq
+    if event.request:
+        ledger.rollbacks.pop(event.request, None)
+        return
+    if event.candidate in ledger.targeted:
+        text = f"candidate {event.candidate} is refused at {seq}, after its target had raised a fence"
+        ledger.findings.add(10, text, [ledger.targeted[event.candidate], seq])
+    ledger.ended[event.candidate], ledger.refused[event.candidate] = event.reason, seq
 
 
 # -- a target
 
 
-def _target(ledger: Ledger, seq: int, event: TargetPersisted) -> None:
+def _target(ledger: Ledger, recorded: Recorded, event: TargetPersisted) -> None:
+    seq = recorded.seq
     for invariant, text in _wrong_target(ledger, event):
         ledger.findings.add(invariant, f"LOG {seq} targets candidate {event.candidate} {text}", [seq])
     ledger.digests.setdefault(event.load_id, event.manifest)
@@ -276,9 +287,9 @@ def _wrong_rollback(ledger: Ledger, event: TargetPersisted) -> Wrong:
 # -- a commit
 
 
-def _commit(ledger: Ledger, seq: int, event: ReleaseCommitted) -> None:
+def _commit(ledger: Ledger, recorded: Recorded, event: ReleaseCommitted) -> None:
     for invariant, text in _wrong_commit(ledger, event):
-        ledger.findings.add(invariant, f"LOG {seq} commits {event.load_id}, {text}", [seq])
+        ledger.findings.add(invariant, f"LOG {recorded.seq} commits {event.load_id}, {text}", [recorded.seq])
     ledger.commits, ledger.proofs = ledger.commits + 1, ledger.proofs + len(event.evidence)
     ledger.head, ledger.head_candidate, ledger.open = event.load_id, event.candidate, None
     ledger.releases[event.load_id] = event.candidate
@@ -298,7 +309,7 @@ def _wrong_commit(ledger: Ledger, event: ReleaseCommitted) -> Wrong:
     expected = (target.publication, attempt, target.candidate, target.load_id)
     if said != expected:
         yield 7, f"as (publication, attempt, candidate, load id) {said}; the open attempt is {expected}"
-    if not members or Counter(Member(e.engine, e.boot) for e in event.evidence) != Counter(members):
+    if not members or sorted((e.engine, e.boot) for e in event.evidence) != sorted((m.engine, m.boot) for m in members):
         boots = sorted(member.boot for member in members)
         yield 7, f"on the word of {sorted(e.boot for e in event.evidence)}; the attempt's members are {boots}"
     for evidence in event.evidence:
@@ -328,3 +339,25 @@ def _wrong_order(ledger: Ledger, open_: Open) -> Wrong:
     late = [word[0] for word in words if ledger.fences.get(word, first) >= first]
     if first and late:
         yield 2, f"but boots {late} had not stopped when the first member reported at {first}"
+
+
+ENTRIES: Mapping[type[Event], Callable[[Ledger, Recorded, Any], None]] = {
+    LogOpened: _open_log,
+    RollbackRequested: _ask,
+    EngineJoined: _join,
+    EngineFenced: _fence,
+    ReceiverVerified: _report,
+    ReceiverFailed: _report,
+    ScenarioRegistered: _register,
+    JobDispatched: _dispatch,
+    CandidateReady: _ready,
+    CandidateSelected: _select,
+    CandidateRejected: _close_job,
+    JobDropped: _close_job,
+    JobDiscarded: _close_job,
+    TargetPersisted: _target,
+    TransferAborted: _abort,
+    ReleaseCommitted: _commit,
+    PublicationHalted: _halt,
+    PublicationRefused: _refuse,
+}

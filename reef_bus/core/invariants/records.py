@@ -144,9 +144,10 @@ def _excused(report: ReportReceived) -> bool:
 
 
 def _check_samples(answers: Answers, seq: int, batch: Consumption, findings: Findings) -> None:
-    named, used = Counter(record for record, _ in batch.records), Counter(s.record for s in batch.samples)
-    if named != used:
-        wrong = ", ".join(sorted({*(named - used), *(used - named)})[:MAX_SEQUENCES])
+    named, used = [record for record, _ in batch.records], [sample.record for sample in batch.samples]
+    if named != used and sorted(named) != sorted(used):
+        less, more = Counter(named), Counter(used)
+        wrong = ", ".join(sorted({*(less - more), *(more - less)})[:MAX_SEQUENCES])
         findings.add(6, f"job {batch.job} does not train on exactly what it consumes, each once: {wrong}", [seq])
     for sample in batch.samples:
         answer, feedback = answers.by_id.get(sample.record), answers.first.get(sample.record)

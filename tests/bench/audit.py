@@ -1,0 +1,267 @@
+"""How fast an export is audited: `python -m tests.bench.audit [--json] [--events N] [--keep FILE]`.
+
+Knows: a long clean history in the shape of real ones, and a stopwatch. Must not know: how the audit works.
+Figures are medians in LOG events a second. A machine is told by its load, and by one pass of `json.loads` over the same
+file in the same run: ratios to that pass can be compared between machines, events a second cannot.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from reef_bus.audit import History, read_export, write_export
+from reef_bus.core.ids import derived
+from reef_bus.core.invariants import Consumption, Trained, check
+from reef_bus.core.world import World, fold
+from reef_bus.events import (
+    ComponentLost,
+    ComponentStarted,
+    Evidence,
+    InferenceRecorded,
+    Member,
+    Recorded,
+    ReportReceived,
+)
+from tests.facts import (
+    E0,
+    E1,
+    SERVING,
+    L,
+    S,
+    aborted,
+    blob,
+    committed,
+    digest,
+    dispatched,
+    dropped,
+    failed,
+    fenced,
+    holds,
+    joined,
+    m,
+    offered,
+    refused,
+    restored,
+    started,
+    target,
+    trained,
+    verified,
+)
+from tests.spec import MILLI, T0, Scribe, Step, by
+
+RUNS = 5
+FAULT_EVERY, DROP_EVERY, REFUSE_EVERY = 16, 4, 4  # releases between two faults of a kind
+
+
+class Chronicle:
+    """A deployment's history: every job consumes one answer; now and then e1 fails and comes back as a new boot, a job
+    is dropped, a candidate refused."""
+
+    def __init__(self) -> None:
+        self.log, self.records = Scribe(), list[Recorded]()
+        self.batches: dict[str, Consumption] = {}
+        self.engine, self.starts, self.releases, self.base = E1, 1, 0, "base"
+        self.say(*SERVING)
+
+    def say(self, *steps: Step) -> list[int]:
+        """Their sequences."""
+        return [self.log.write(step).seq for step in steps]
+
+    def turn(self) -> None:
+        """From one release to the next."""
+        n, candidate = self.releases + 1, derived("cand", self.releases + 1)
+        if n % DROP_EVERY == 0:
+            self.drop(derived("job", n))
+        if n % REFUSE_EVERY == 2:
+            self.refuse(derived("cand", n, "refused"))
+        self.train(candidate, n)
+        if n % FAULT_EVERY == 2:
+            self.release_in_two_attempts(n, candidate)
+        else:
+            self.release(n, candidate, 1, E0, self.engine)
+        self.releases, self.base = n, candidate
+
+    def train(self, candidate: str, step: int) -> None:
+        dispatch, *rest = trained(candidate, self.base, step)
+        assert not isinstance(dispatch, tuple)
+        self.consume(f"job-{candidate}", step)
+        self.say(msgspec.structs.replace(dispatch, records=1), *rest)
+
+    def drop(self, job: str) -> None:
+        self.consume(job, 1)
+        self.say(msgspec.structs.replace(dispatched(job, self.base), records=1), started(job), dropped(job))
+
+    def refuse(self, candidate: str) -> None:
+        self.train(candidate, 1)
+        self.say(refused(candidate), restored(self.base, self.releases))
+
+    def release(self, n: int, candidate: str, attempt: int, *members: Member) -> None:
+        if attempt == 1:
+            self.say(target(n, candidate, *members))
+        self.say(*(fenced(each.engine, n, attempt) for each in members), offered(n, candidate, attempt))
+        proofs = self.say(*(verified(each.engine, n, candidate, attempt) for each in members))
+        evidence = tuple(
+            Evidence(each.engine, each.boot, seq, digest(candidate)) for each, seq in zip(members, proofs, strict=True)
+        )
+        commit = committed(n, candidate, *members, attempt=attempt)
+        self.say(msgspec.structs.replace(commit, evidence=evidence))
+
+    def release_in_two_attempts(self, n: int, candidate: str) -> None:
+        self.say(target(n, candidate, E0, self.engine), fenced("e0", n), fenced("e1", n), offered(n, candidate))
+        self.say(verified("e0", n, candidate), failed("e1", n), aborted(n, 1, E0, excluded=(self.engine,)))
+        self.release(n, candidate, 2, E0)
+        self.starts += 1
+        self.engine = m("e1", self.starts)
+        self.say(ComponentLost(component="e1", exit=-9), ComponentStarted(component="e1", pid=7, starts=self.starts))
+        self.say(by(self.engine.boot, joined("e1")), holds("e1", n, candidate))
+
+    def consume(self, job: str, step: int) -> None:
+        """One answer by the head, its report, and the batch of the job that is about to be dispatched."""
+        record, member = derived("rec", len(self.records)), (E0, self.engine)[step % 2]
+        at = self.record(record, answer(record, member, self.releases, len(self.log.log)))
+        self.record(f"on-{record}", report(record))
+        self.batches[blob(f"batch-{job}").digest] = Consumption(
+            job=job,
+            step=step,
+            base=self.base,
+            records=((record, at),),
+            samples=(Trained(record, L(self.releases), 0.5),),
+        )
+
+    def record(self, id_: str, event: InferenceRecorded | ReportReceived) -> int:
+        seq = len(self.records) + 1
+        self.records.append(
+            Recorded(
+                seq=seq,
+                time=T0 + seq * MILLI,
+                subject=f"reef.test.record.{S}.{type(event).__name__}",
+                id=id_,
+                prev=0,
+                cause=0,
+                correlation=id_,
+                writer="gateway/g",
+                boot="g.1",
+                event=event,
+            )
+        )
+        return seq
+
+
+def answer(record: str, member: Member, load: int, as_of: int) -> InferenceRecorded:
+    return InferenceRecorded(
+        scenario=S,
+        record=record,
+        engine=member.engine,
+        boot=member.boot,
+        load_id=L(load),
+        as_of=as_of,
+        done_as_of=as_of,
+        prompt="what is 3 + 4?",
+        answer="7",
+        prompt_tokens=8,
+        answer_tokens=1,
+        temperature=1.0,
+        blob=blob("rows"),
+        row=0,
+        tags={"group": "g-1"},
+    )
+
+
+def report(record: str) -> ReportReceived:
+    return ReportReceived(
+        scenario=S, report=f"on-{record}", references=(record,), score=0.5, feedback="", metadata={"by": "harness"}
+    )
+
+
+def history(events: int) -> History:
+    """At least that many LOG events, ending between two releases."""
+    chronicle = Chronicle()
+    while len(chronicle.log.log) < events:
+        chronicle.turn()
+    return History(tuple(chronicle.log.log), tuple(chronicle.records), chronicle.batches)
+
+
+# -- what is measured
+
+
+def parse_alone(path: Path) -> None:
+    with path.open("rb") as file:
+        for line in file:
+            json.loads(line)
+
+
+def fold_alone(log: Iterable[Recorded]) -> None:
+    world = World()
+    for recorded in log:
+        fold(world, recorded)
+
+
+def audit(path: Path) -> None:
+    """What `reef-bus audit FILE` does; it must find nothing, or the history is not the one that is meant here."""
+    found = read_export(path)
+    result = check(found.log, found.records, found.batches)
+    assert not result.violations and not result.unchecked, result
+
+
+def seconds(work: Callable[[], object]) -> float:
+    gc.collect()
+    begin = time.perf_counter()
+    work()
+    return time.perf_counter() - begin
+
+
+def measure(path: Path) -> dict[str, Any]:
+    """Rounds, not blocks: whatever else the machine does meanwhile meets every measurement alike."""
+    held = read_export(path)
+    works: dict[str, Callable[[], object]] = {
+        "json.loads": lambda: parse_alone(path),
+        "decode": lambda: read_export(path),
+        "fold": lambda: fold_alone(held.log),
+        "check": lambda: check(held.log, held.records, held.batches),
+        "audit": lambda: audit(path),
+    }
+    rounds = [{name: seconds(work) for name, work in works.items()} for _ in range(RUNS)]
+    medians = {name: statistics.median(each[name] for each in rounds) for name in works}
+    return {
+        "log_events": len(held.log),
+        "records": len(held.records),
+        "batches": len(held.batches or {}),
+        "bytes": path.stat().st_size,
+        "load": [round(each, 2) for each in os.getloadavg()],
+        "events_per_s": {name: round(len(held.log) / median) for name, median in medians.items()},
+        "ratio": {name: round(medians["json.loads"] / median, 2) for name, median in medians.items()},
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="how fast an export is audited")
+    parser.add_argument("--json", action="store_true", help="one JSON object")
+    parser.add_argument("--events", type=int, default=200_000, help="LOG events of the history")
+    parser.add_argument("--keep", type=Path, help="also keep the export here")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        path = args.keep or Path(folder, "history.jsonl")
+        write_export(history(args.events), path)
+        found = measure(path)
+    if args.json:
+        print(json.dumps(found))
+        return
+    print(f"{found['log_events']} LOG events, {found['records']} records, {found['batches']} batches", end="; ")
+    print(f"{found['bytes'] / 1e6:.0f} MB; load {found['load']}; medians of {RUNS}")
+    for name, rate in found["events_per_s"].items():
+        print(f"{name:<11} {rate:>8} events/s   {found['ratio'][name]:>5.2f} x json.loads")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,196 @@
+"""A connection that answers no more is replaced, whatever it died of; followers and listeners do not notice.
+
+Knows: the ways in which the client was seen to stay dead for good. Must not know: which of them a deployment will meet.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+from collections.abc import AsyncIterator
+
+import msgspec
+import pytest
+from nats.aio.client import Client
+
+from reef_bus import jetstream
+from reef_bus.embedded import NatsServer
+from reef_bus.errors import Unavailable
+from reef_bus.jetstream import JetStreamJournal, connect
+from reef_bus.journal import LOG, Journal, open_log
+from tests.contract.brokers import Served, draft
+from tests.contract.test_journal import began
+from tests.facts import failed
+from tests.loop import until
+
+pytestmark = pytest.mark.integration
+
+
+@pytest.fixture(autouse=True)
+def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jetstream, "WATCH_S", 0.3)
+    monkeypatch.setattr(jetstream, "PROBE_S", 1.0)
+
+
+@pytest.fixture
+async def single(server: NatsServer) -> AsyncIterator[Served]:
+    """Its clients look after their connections as hastily as these tests do."""
+    found = Served(server)
+    await open_log(await found.open(), "inc", "w")
+    yield found
+    await found.close()
+
+
+class Relay:
+    """A way to the server that can vanish: what is on it then stays there, and no end is told."""
+
+    def __init__(self, port: int) -> None:
+        self.port = port
+        self.open: list[asyncio.Event] = []
+        self.pairs: set[asyncio.Task[None]] = set()
+
+    @contextlib.asynccontextmanager
+    async def listening(self) -> AsyncIterator[str]:
+        listener = await asyncio.start_server(self._accept, "127.0.0.1", 0)
+        try:
+            yield f"nats://127.0.0.1:{listener.sockets[0].getsockname()[1]}"
+        finally:
+            listener.close()
+            for pair in self.pairs:
+                pair.cancel()
+            await asyncio.gather(*self.pairs, return_exceptions=True)
+
+    def vanish(self) -> None:
+        """Every way that is open now; later ones are well."""
+        for passing in self.open:
+            passing.clear()
+
+    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        pair = asyncio.create_task(self._pair(reader, writer))  # held: what nobody holds may be collected
+        self.pairs.add(pair)
+
+    async def _pair(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        passing = asyncio.Event()
+        passing.set()
+        self.open.append(passing)
+        there, back = await asyncio.open_connection("127.0.0.1", self.port)
+        try:
+            await asyncio.gather(_carry(reader, back, passing), _carry(there, writer, passing))
+        finally:
+            for end in (writer, back):
+                end.transport.abort()
+
+
+async def _carry(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, passing: asyncio.Event) -> None:
+    with contextlib.suppress(OSError):
+        while await passing.wait() and (data := await reader.read(65536)):
+            await passing.wait()
+            writer.write(data)
+            await writer.drain()
+    writer.close()
+
+
+async def append_until_stored(journal: Journal, component: str, prev: int) -> None:
+    async with asyncio.timeout(15):
+        while True:
+            with contextlib.suppress(Unavailable):
+                await journal.append(draft(began(component)), prev)
+                return
+            await asyncio.sleep(0.1)
+
+
+@contextlib.asynccontextmanager
+async def watched(journal: Journal) -> AsyncIterator[tuple[list[int], list[object]]]:
+    """What the journal's follower and its listener get meanwhile."""
+    seen: list[int] = []
+    heard: list[object] = []
+
+    async def follow() -> None:
+        async for batch in journal.follow(LOG):
+            seen.extend(recorded.seq for recorded in batch)
+
+    await journal.beats(heard.append)
+    task = asyncio.create_task(follow())
+    await until(lambda: seen == [1])
+    yield seen, heard
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+
+async def goes_on(
+    journal: JetStreamJournal, before: Client, other: Journal, seen: list[int], heard: list[object]
+) -> None:
+    """Appends, follows and listens as before, over another connection than before."""
+    await append_until_stored(journal, "after", 1)
+    assert journal.client is not before
+    await until(lambda: seen == [1, 2])
+    heard.clear()
+    await other.beat("engine", "e0", {"n": 1})
+    await until(lambda: heard == [{"n": 1}])
+
+
+async def test_a_client_that_a_server_dismissed_is_replaced(single: Served) -> None:
+    """One error line closes the client for good: here for a command line that is too long."""
+    journal = await single.open()
+    async with watched(journal) as (seen, heard):
+        before = journal.client
+        await before.publish("x" * 5_000)
+        await until(lambda: before.is_closed)
+        await goes_on(journal, before, single.clients[0], seen, heard)
+
+
+async def test_a_peer_that_vanished_with_bytes_on_their_way_is_replaced(single: Served) -> None:
+    """The client waits for its old socket to close, which waits for the peer to take what is still to be sent."""
+    relay = Relay(single.servers.port)
+    async with relay.listening() as url:
+        journal = await connect(url, single.deployment, "far")
+        async with watched(journal) as (seen, heard):
+            before = journal.client
+            relay.vanish()
+            heavy = msgspec.structs.replace(failed("e0", 1), detail="x" * 60_000)
+            lost = [journal.append(draft(heavy, f"b{n}"), 0) for n in range(150)]
+            outcomes = await asyncio.gather(*lost, return_exceptions=True)
+            assert {type(outcome) for outcome in outcomes} == {Unavailable}
+            await goes_on(journal, before, single.clients[0], seen, heard)
+        await journal.close()
+
+
+async def test_a_server_that_stood_still_leaves_no_deaf_client_behind(single: Served) -> None:
+    """An answer to a ping that nobody awaits any more ends the client's read loop; it goes on being 'connected'."""
+    journal = await single.open()
+    async with watched(journal) as (seen, heard):
+        before = journal.client
+        await stands_still(single.servers, 3.0)
+        await until(lambda: journal.client is not before, 15.0)
+        await goes_on(journal, before, single.clients[0], seen, heard)
+
+
+async def test_a_connection_that_answers_is_left_alone(single: Served) -> None:
+    journal = await single.open()
+    before = journal.client
+    await asyncio.sleep(4 * jetstream.WATCH_S)
+    assert journal.client is before and journal.connected()
+
+
+async def test_following_again_and_again_leaves_nothing_behind(single: Served) -> None:
+    journal = await single.open()
+    await anext(follower := journal.follow(LOG))
+    await follower.aclose()
+    await asyncio.sleep(0.1)
+    before = len(asyncio.all_tasks())
+    for _ in range(5):
+        await anext(follower := journal.follow(LOG))
+        await follower.aclose()
+    await asyncio.sleep(0.1)
+    assert len(asyncio.all_tasks()) == before
+
+
+async def stands_still(server: NatsServer, seconds: float) -> None:
+    """A machine that was suspended: nothing is lost, nothing is answered."""
+    assert server.process
+    server.process.send_signal(signal.SIGSTOP)
+    try:
+        await asyncio.sleep(seconds)
+    finally:
+        server.process.send_signal(signal.SIGCONT)

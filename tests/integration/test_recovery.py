@@ -1,4 +1,4 @@
-"""Recovery for real: an engine that is stopped and not dead, and a component that is given up and resumed by a person."""
+"""Recovery for real: an engine that is stopped and not dead, a component that is given up and resumed by a person."""
 
 from __future__ import annotations
 

@@ -11,6 +11,7 @@ from reef_bus.events import (
     EngineFenced,
     EngineJoined,
     EngineLeft,
+    EngineStaged,
     Member,
     ReceiverFailed,
     ReceiverVerified,
@@ -19,13 +20,15 @@ from reef_bus.events import (
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
-    """What a boot said at `seq` about its memory: the digest that it verified, or why it failed."""
+    """What a boot said at `seq` about its memory, or about the copy `staged` beside it: the digest that it verified, or
+    why it failed."""
 
     seq: int
     time: int
     load_id: str
     manifest: str
     failure: str = ""
+    staged: bool = False
 
 
 class Engine(msgspec.Struct, kw_only=True):
@@ -37,6 +40,7 @@ class Engine(msgspec.Struct, kw_only=True):
     url: str
     backend: str
     accepts: tuple[str, ...]
+    modes: tuple[str, ...] = ("fenced",)
     left: bool = False
     fenced: int = 0
     verified: Report | None = None
@@ -75,32 +79,45 @@ def evolve(membership: Membership, recorded: Recorded) -> None:
                 url=joined.url,
                 backend=joined.backend,
                 accepts=joined.accepts,
+                modes=joined.modes,
             )
         case EngineFenced() as fenced:
             engine = membership.engines[fenced.engine]
             engine.fenced, engine.verified = recorded.seq, None
             word = Report(seq=recorded.seq, time=recorded.time, load_id="", manifest="")
             membership.fences.setdefault(_key(recorded.boot, fenced.publication, fenced.attempt), word)
-        case ReceiverVerified() as verified:
-            report = Report(seq=recorded.seq, time=recorded.time, load_id=verified.load_id, manifest=verified.manifest)
-            membership.engines[verified.engine].verified = report
-            _remember(membership, recorded, verified, report)
-        case ReceiverFailed() as failed:
-            why = f"{failed.cause}: {failed.detail}"
-            report = Report(
-                seq=recorded.seq, time=recorded.time, load_id=failed.load_id, manifest=failed.observed, failure=why
-            )
-            membership.engines[failed.engine].verified = None
-            _remember(membership, recorded, failed, report)
+        case EngineStaged() | ReceiverVerified() | ReceiverFailed() as said:
+            key = _key(recorded.boot, said.publication, said.attempt)
+            _report(membership, said.engine, key, _heard(recorded, said))
         case EngineLeft(engine=id_):
             membership.engines[id_].left = True
 
 
-def _remember(
-    membership: Membership, recorded: Recorded, event: ReceiverVerified | ReceiverFailed, report: Report
-) -> None:
-    membership.engines[event.engine].reported = recorded.seq
-    membership.reports.setdefault(_key(recorded.boot, event.publication, event.attempt), report)
+def _heard(recorded: Recorded, event: EngineStaged | ReceiverVerified | ReceiverFailed) -> Report:
+    manifest, failure, staged = "", "", False
+    match event:
+        case EngineStaged(manifest=manifest):
+            staged = True
+        case ReceiverVerified(manifest=manifest):
+            pass
+        case ReceiverFailed(observed=manifest, staged=staged):
+            failure = f"{event.cause}: {event.detail}"
+    return Report(
+        seq=recorded.seq,
+        time=recorded.time,
+        load_id=event.load_id,
+        manifest=manifest,
+        failure=failure,
+        staged=staged,
+    )
+
+
+def _report(membership: Membership, engine: str, key: str, report: Report) -> None:
+    """The first word on an attempt stays. What is said of a staging changes no trust in what is served."""
+    membership.reports.setdefault(key, report)
+    if not report.staged:
+        found = membership.engines[engine]
+        found.reported, found.verified = report.seq, None if report.failure else report
 
 
 def forget_attempts(membership: Membership) -> None:

@@ -25,6 +25,7 @@ from reef_bus.events import (
     CandidateSelected,
     EngineFenced,
     EngineJoined,
+    EngineStaged,
     Evidence,
     JobDiscarded,
     JobDispatched,
@@ -58,7 +59,7 @@ class Said(NamedTuple):
     """A member's first report on an attempt."""
 
     seq: int
-    event: ReceiverVerified | ReceiverFailed
+    event: EngineStaged | ReceiverVerified | ReceiverFailed
 
 
 class Open(NamedTuple):
@@ -77,8 +78,8 @@ Wrong = Iterator[tuple[int | str, str]]
 
 
 class Ledger(msgspec.Struct, kw_only=True):
-    """What the events said so far. `ended` says how a candidate ended; `stops` are, by boot, the fences raised for the
-    attempt that was then open: a stale one, stored late, proves no drain."""
+    """What the events said so far. `ended` says how a candidate ended; `stops` are, by boot, its swaps and the fences
+    raised for the attempt that was then open: a stale one, stored late, proves no drain."""
 
     findings: Findings
     answers: Answers
@@ -128,9 +129,11 @@ def _engine(ledger: Ledger, recorded: Recorded) -> None:
             ledger.engines.add(engine)
         case EngineFenced() as event:
             _fence(ledger, recorded.seq, recorded.boot, event)
-        case ReceiverVerified() | ReceiverFailed() as event:
+        case EngineStaged() | ReceiverVerified() | ReceiverFailed() as event:
             word = (recorded.boot, event.publication, event.attempt)
             ledger.reports.setdefault(word, Said(recorded.seq, event))
+            if isinstance(event, ReceiverVerified) and event.method == "swapped":
+                ledger.stops.setdefault(recorded.boot, []).append(recorded.seq)
 
 
 def _fence(ledger: Ledger, seq: int, boot: str, event: EngineFenced) -> None:
@@ -309,6 +312,11 @@ def _wrong_proof(ledger: Ledger, open_: Open, evidence: Evidence) -> Wrong:
         yield 7, f"{who} never reported on attempt {open_.attempt}"
     elif isinstance(said.event, ReceiverFailed):
         yield 7, f"{who} first reported a failure at {said.seq}: {said.event.cause}"
+    elif isinstance(said.event, EngineStaged) != (target.mode == "staged"):
+        yield (
+            7,
+            f"{who} first said {type(said.event).__name__} at {said.seq}, which proves nothing in mode {target.mode}",
+        )
     elif (said.event.load_id, said.event.manifest) != (target.load_id, target.manifest):
         yield 7, f"{who} verified {said.event.load_id} {said.event.manifest} at {said.seq}; not {target.manifest}"
     elif (evidence.engine, evidence.seq, evidence.manifest) != (said.event.engine, said.seq, said.event.manifest):

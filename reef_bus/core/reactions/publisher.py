@@ -5,6 +5,8 @@ Knows: the world, the policy, the time. Must not know: how weights travel, or ot
 
 from __future__ import annotations
 
+import msgspec
+
 from reef_bus.core.effects import (
     Append,
     Deadlines,
@@ -13,7 +15,7 @@ from reef_bus.core.effects import (
 )
 from reef_bus.core.ids import LoadId, derived
 from reef_bus.core.membership import Engine, Report, current
-from reef_bus.core.publication import MAX_ATTEMPTS, SUPERSEDED, Publication
+from reef_bus.core.publication import MAX_ATTEMPTS, STAGED, SUPERSEDED, Publication
 from reef_bus.core.reactions.common import SECOND, word
 from reef_bus.core.reactions.operator import halts, refusals, refuse, retirements, standing
 from reef_bus.core.requests import Request
@@ -42,7 +44,7 @@ def publisher(world: World, policy: Policy, now: int, silent: frozenset[str] = f
     first = [*refusals(world), *retirements(world), *_outcasts(world, open_, silent)]
     if open_:
         return first + (halts(world, open_) or _drive(world, open_, policy.deadlines, now))
-    return first + (_rollback(world) or _next_target(world, policy))
+    return first + (_rollback(world, policy) or _next_target(world, policy))
 
 
 def _waits(world: World, policy: Policy, now: int) -> bool:
@@ -90,10 +92,19 @@ def _next_target(world: World, policy: Policy) -> list[Debt]:
     if unable or policy.transport not in offers:
         detail = f"transport {policy.transport}: the trainer offers {list(offers)}, refused by {unable}"
         return [_refuse(world, candidate, "transport", detail)]
+    if wrong := _wrong_mode(members, policy):
+        return [_refuse(world, candidate, "mode", wrong)]
     return [_target(world, candidate, members, policy)]
 
 
-def _rollback(world: World) -> list[Debt]:
+def _wrong_mode(members: list[Engine], policy: Policy) -> str:
+    """Which engines cannot take a release in this mode, or an empty string."""
+    able = [e.id for e in members if policy.mode in e.modes]
+    unable = [e.id for e in members if policy.mode not in e.modes]
+    return f"mode {policy.mode}: {able} can, refused by {unable}; set publication.mode to fenced" if unable else ""
+
+
+def _rollback(world: World, policy: Policy) -> list[Debt]:
     """The oldest rollback that was in order when it was asked for; it precedes every candidate."""
     asked = standing(world, RollbackRequested)
     if asked is None:
@@ -103,7 +114,10 @@ def _rollback(world: World) -> list[Debt]:
     unable = [e.id for e in members if "files" not in e.accepts]
     if unable:
         return [refuse(world, asked, "transport", f"a rollback is read from files, refused by {unable}")]
-    return [_target(world, candidate, members, Policy(transport="files"), asked)] if members else []
+    if wrong := _wrong_mode(members, policy):
+        return [refuse(world, asked, "mode", wrong)]
+    policy = msgspec.structs.replace(policy, transport="files")
+    return [_target(world, candidate, members, policy, asked)] if members else []
 
 
 def _successor(world: World, candidate: str) -> str:
@@ -137,7 +151,7 @@ def _target(
         members=tuple(Member(e.id, e.boot) for e in members),
         sender="artifact" if asked else "trainer",
         transport=policy.transport,
-        mode="fenced",
+        mode=policy.mode,
         pause=policy.pause,
         request=asked.seq if asked else 0,
     )
@@ -186,7 +200,7 @@ def _verdict(
     lost = [m for m in members if m not in verified and not _alive(world, m)]
     if lost:
         return "member_lost", f"{_names(lost)} replaced, excluded or gone", lost, False
-    unfenced = [m for m in members if world.membership.fence(m.boot, open_.id, open_.attempt) is None]
+    unfenced = _unfenced(world, open_)
     if unfenced and now > open_.attempt_time + deadlines.fence_s * SECOND:
         return "fence_deadline", f"{_names(unfenced)} did not stop within {deadlines.fence_s:g} s", unfenced, True
     sender = word(world, open_)
@@ -213,6 +227,13 @@ def _receivers(
         detail = f"{_names(missing)} did not verify within {deadlines.verify_s:g} s"
         return "verify_deadline", detail, guilty, True
     return None
+
+
+def _unfenced(world: World, open_: Publication) -> list[Member]:
+    """Members that have not stopped yet; a staged release stops nobody, and waits for nobody to stop."""
+    if open_.mode == STAGED:
+        return []
+    return [m for m in open_.members if world.membership.fence(m.boot, open_.id, open_.attempt) is None]
 
 
 def _alive(world: World, member: Member) -> bool:
@@ -246,7 +267,8 @@ def _abort(
     at_head: bool,
 ) -> list[Debt]:
     """End the attempt: another one, or a halt. With nobody left, a new boot is waited for as long as for a fence."""
-    able = tuple(m for m in (Member(e.id, e.boot) for e in _members(world)) if m not in guilty)
+    joined = [Member(e.id, e.boot) for e in _members(world) if open_.mode in e.modes]
+    able = tuple(m for m in joined if m not in guilty)
     again = open_.attempt < MAX_ATTEMPTS
     if again and not able and now <= _since_anybody(world, open_) + deadlines.fence_s * SECOND:
         return []

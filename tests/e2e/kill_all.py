@@ -43,7 +43,7 @@ NOT_MADE = {
     "EngineExcluded": "heartbeats that stop, as SIGSTOP makes them; unit tests",
     "EngineLeft": "an artifact that cannot be loaded; unit tests",
     "RecoveryHalted": "the restart budget, which this run raises",
-    "EngineStaged": "staged mode",
+    "EngineStaged": "staged mode; tests/integration/test_staged.py",
     "JobAmbiguous": "a backend that mutates in place",
     "JobDiscarded": "a person's answer; unit tests",
     "RequestRefused": "a person's request that came too late; unit tests",

@@ -7,12 +7,10 @@ import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
-import msgspec
 import pytest
 
 from reef_bus.artifacts import ArtifactStore
 from reef_bus.audit import read_history
-from reef_bus.config import Config
 from reef_bus.events import (
     EngineFenced,
     InferenceRecorded,
@@ -21,16 +19,12 @@ from reef_bus.events import (
     ReleaseCommitted,
     TargetPersisted,
 )
-from tests.e2e.live import CONCURRENCY, CONFIG, Live, kill_at, live, recovered
+from tests.e2e.live import CONCURRENCY, Live, in_mode, kill_at, live, recovered
 from tests.integration.test_demo import reef_bus
 
 pytestmark = pytest.mark.integration
 
 MS = 1e6
-
-
-def in_mode(mode: str) -> Config:
-    return msgspec.structs.replace(CONFIG, publication=msgspec.structs.replace(CONFIG.publication, mode=mode))
 
 
 def names(found: Live) -> set[str]:

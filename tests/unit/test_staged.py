@@ -8,8 +8,10 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from reef_bus.config import Config, Publication, check
 from reef_bus.core import reactions
 from reef_bus.core.effects import Append, Deadlines, Fence, Policy, Retire, Stage, VerifyHead
+from reef_bus.errors import Rejected
 from reef_bus.events import (
     ComponentLost,
     Event,
@@ -262,6 +264,13 @@ def test_an_engine_excluded_while_it_stages_retires() -> None:
 
 
 # -- what publishers owe
+
+
+def test_the_configuration_names_the_mode() -> None:
+    assert check(Config(publication=Publication(mode="staged"))).policy("publisher-2").mode == "staged"
+    assert Config().policy().mode == "fenced"
+    with pytest.raises(Rejected, match=r"publication\.mode is 'half'; expected fenced or staged"):
+        check(Config(publication=Publication(mode="half")))
 
 
 def test_row_5_the_policy_decides_the_mode() -> None:

@@ -118,7 +118,9 @@ class Agent(Role):
     # -- effects
 
     def react(self, world: World, now: int) -> Sequence[Debt]:
-        return reactions.engine(world, self.me, self.config.publication.deadlines)
+        head = world.publications.head
+        written = head is not None and self.proven != head.manifest
+        return reactions.engine(world, self.me, self.config.publication.deadlines, written=written)
 
     async def perform(self, debt: Debt, scope: contextlib.AsyncExitStack) -> Event | None:
         match debt.effect:

@@ -23,8 +23,8 @@ from reef_bus.core.world import World
 from reef_bus.events import Member
 
 
-def engine(world: World, me: Me, deadlines: Deadlines) -> list[Debt]:
-    """What the agent of one engine owes."""
+def engine(world: World, me: Me, deadlines: Deadlines, *, written: bool = False) -> list[Debt]:
+    """What the agent of one engine owes. `written`, which no log can know: its memory is not what it last proved."""
     if not world.incarnation:
         return []
     found = world.membership.engines.get(me.id)
@@ -35,7 +35,7 @@ def engine(world: World, me: Me, deadlines: Deadlines) -> list[Debt]:
     open_ = world.publications.open
     if open_ is not None and fenced(world, me.id, me.boot):
         return _attempt(world, me, open_, deadlines)
-    return _head(world, found) or _staging(world, me, open_, deadlines)
+    return _head(world, found, written) or _staging(world, me, open_, deadlines)
 
 
 def _attempt(world: World, me: Me, open_: Publication, deadlines: Deadlines) -> list[Debt]:
@@ -71,8 +71,8 @@ def _ingress(
     return [Debt(key=f"receive/{sender.seq}", effect=ingress, cause=sender.seq, correlation=open_.id)]
 
 
-def _head(world: World, found: Engine) -> list[Debt]:
-    since, head = owes_head(world, found), world.publications.head
+def _head(world: World, found: Engine, written: bool) -> list[Debt]:
+    since, head = owes_head(world, found) or (found.reported if written else 0), world.publications.head
     if not since or head is None:
         return []
     verify = VerifyHead(head.load_id, head.manifest, head.weights)

@@ -14,25 +14,28 @@ import msgspec
 
 from reef_bus.artifacts import ArtifactStore
 from reef_bus.core.invariants import Batches, Consumption, Trained, Unread
+from reef_bus.core.start import Start
 from reef_bus.envelope import from_json, to_json
 from reef_bus.errors import ContractError, Rejected, Unavailable
 from reef_bus.events import JobDispatched, Recorded
 from reef_bus.journal import LOG, RECORDS, Journal
+from reef_bus.origin import nowhere, start_of
 from reef_bus.runner import blocking
 from reef_bus.samples import Batch, decode_batch
 from reef_bus.topology import FAMILIES
 
-BATCH = "BATCH"
+BATCH, START = "BATCH", "START"
 CUT_TRIES = 100  # a head costs a round trip, and LOG moves a few times a second
 
 
 class History(msgspec.Struct, frozen=True):
-    """What `core.invariants.check` takes: both streams from their beginnings, and the batches of LOG's jobs by digest
-    (None: there was no store to read them from)."""
+    """What `core.invariants.check` takes: both streams from their beginnings, the batches of LOG's jobs by digest
+    (None: there was no store to read them from), and the start that LOG goes on from, if it names one."""
 
     log: tuple[Recorded, ...]
     records: tuple[Recorded, ...]
     batches: Batches | None
+    start: Start | None = None
 
 
 # -- live
@@ -46,7 +49,8 @@ async def read_history(journal: Journal, store: ArtifactStore | None = None) -> 
     heads = await _moment(journal)
     log = await _read(journal, LOG, heads[0])
     records = await _read(journal, RECORDS, heads[1])
-    return History(log, records, await blocking(_batches, store, log) if store else None)
+    start = start_of(log[0], store.get if store else nowhere) if log else None
+    return History(log, records, await blocking(_batches, store, log) if store else None, start)
 
 
 async def _moment(journal: Journal) -> tuple[int, int]:
@@ -101,7 +105,7 @@ def consumption(batch: Batch) -> Consumption:
 
 
 def write_export(history: History, target: Path | str | TextIO) -> None:
-    """Write LOG, RECORDS and batches as JSON lines. Raises Unavailable when the file cannot be written whole."""
+    """Write start, LOG, RECORDS and batches as JSON lines. Raises Unavailable when the file cannot be written whole."""
     if not isinstance(target, Path | str):
         target.writelines(_lines(history))
         return
@@ -113,6 +117,8 @@ def write_export(history: History, target: Path | str | TextIO) -> None:
 
 
 def _lines(history: History) -> Iterator[str]:
+    if history.start:
+        yield _line({"stream": START, "start": msgspec.to_builtins(history.start)})
     for stream, events in ((LOG, history.log), (RECORDS, history.records)):
         for recorded in events:
             yield _line({"stream": stream, **to_json(recorded)})
@@ -130,19 +136,26 @@ def read_export(path: Path | str) -> History:
     ContractError, naming the line, for a line that is cut off or cannot be read."""
     streams: dict[str, list[Recorded]] = {LOG: [], RECORDS: []}
     batches: dict[str, Consumption | Unread] = {}
+    start: Start | None = None
     try:
         with open(path, "rb") as file:
             for number, line in enumerate(file, 1):
-                _take(f"{path}, line {number}", line, streams, batches)
+                where, value = f"{path}, line {number}", _object(f"{path}, line {number}", line)
+                if value.get("stream") == START:
+                    start = _start(where, value)
+                else:
+                    _take(where, value, streams, batches)
     except OSError as error:
         raise Rejected(f"cannot read {path}: {error.strerror}; `reef-bus export -o FILE` writes one", 404) from error
-    return History(tuple(streams[LOG]), tuple(streams[RECORDS]), batches or None)
+    return History(tuple(streams[LOG]), tuple(streams[RECORDS]), batches or None, start)
 
 
 def _take(
-    where: str, line: bytes, streams: dict[str, list[Recorded]], batches: dict[str, Consumption | Unread]
+    where: str,
+    value: Mapping[str, Any],
+    streams: dict[str, list[Recorded]],
+    batches: dict[str, Consumption | Unread],
 ) -> None:
-    value = _object(where, line)
     stream = value.get("stream")
     if stream == BATCH:
         digest = _digest(where, value)
@@ -150,7 +163,14 @@ def _take(
     elif isinstance(stream, str) and stream in streams:
         streams[stream].append(_recorded(where, stream, value))
     else:
-        raise ContractError(f"{where}: stream is {stream!r}; expected one of {[*streams, BATCH]}")
+        raise ContractError(f"{where}: stream is {stream!r}; expected one of {[*streams, BATCH, START]}")
+
+
+def _start(where: str, value: Mapping[str, Any]) -> Start:
+    try:
+        return msgspec.convert(value.get("start"), Start)
+    except msgspec.ValidationError as error:
+        raise ContractError(f"{where}: this is no start of a log: {error}") from error
 
 
 def _object(where: str, line: bytes) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from reef_bus.config import Config
 from reef_bus.envelope import to_json
 from reef_bus.errors import ContractError, Rejected
 from reef_bus.events import CATALOGUE, Recorded
-from reef_bus.inspect import Judge, causes, effects, events, head, opened, raw, runs
+from reef_bus.inspect import Judge, causes, effects, events, fetching, head, opened, raw, runs, target
 from reef_bus.journal import LOG, RECORDS
 from reef_bus.topology import FAMILIES
 
@@ -103,7 +103,7 @@ def _status_lines(state: dict[str, Any]) -> Iterable[str]:
 
 async def status(args: argparse.Namespace) -> int:
     """Where the deployment stands, as its log says; with `--watch` again and again."""
-    judge, last = Judge(), collections.deque[Recorded](maxlen=LAST)
+    judge, last = Judge(fetching(target(args))), collections.deque[Recorded](maxlen=LAST)
 
     async def read(until: int | None) -> None:
         async with contextlib.aclosing(events(journal, LOG, judge.world.seq, until)) as found:
@@ -184,7 +184,7 @@ def _matches(args: argparse.Namespace, recorded: Recorded) -> bool:
 
 async def _list_events(args: argparse.Namespace, stream: str) -> int:
     tail = args.tail if args.tail is not None else TAIL if args.start == 1 else 0
-    judge, kept = Judge(), collections.deque[tuple[Recorded, str]](maxlen=tail or None)
+    judge, kept = Judge(fetching(target(args))), collections.deque[tuple[Recorded, str]](maxlen=tail or None)
 
     async def read(after: int, until: int | None, take: Callable[[tuple[Recorded, str]], None]) -> None:
         async with contextlib.aclosing(events(journal, stream, after, until)) as found:

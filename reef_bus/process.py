@@ -23,6 +23,7 @@ from reef_bus.core.effects import Me
 from reef_bus.embedded import Lock
 from reef_bus.errors import ReefError, Rejected
 from reef_bus.jetstream import JetStreamJournal, connect
+from reef_bus.origin import blobs_in
 from reef_bus.runner import Retired, Role, Runner
 
 log = logging.getLogger(__name__)
@@ -104,4 +105,4 @@ async def _boot(config: Config, me: Me, build: Build) -> None:
         stack.push_async_callback(journal.close)
         role = await build(config, journal, me, stack)
         log.info("boot %s is up", me.boot)
-        await Runner(journal, role).run()
+        await Runner(journal, role, fetch=blobs_in(config.folder("artifacts"))).run()

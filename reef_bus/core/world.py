@@ -14,6 +14,7 @@ from reef_bus.core import membership, publication, training
 from reef_bus.core.ids import LoadId
 from reef_bus.core.membership import Membership
 from reef_bus.core.publication import Publications
+from reef_bus.core.start import Start, begin, why_not
 from reef_bus.core.training import Training, links
 from reef_bus.core.void import RULES, Tail, advance, why_void
 from reef_bus.errors import ContractError
@@ -46,7 +47,8 @@ class Component(msgspec.Struct, kw_only=True):
 
 
 class World(msgspec.Struct):
-    """The state after the event at `seq`. Mutated by `fold` alone; everybody else only reads."""
+    """The state after the event at `seq`. Mutated by `fold` alone; everybody else only reads, but for `start`: what the
+    blob holds that a `LogOpened` names is part of the log, and its reader puts it there before that event."""
 
     seq: int = 0
     last_id: str = ""
@@ -58,6 +60,7 @@ class World(msgspec.Struct):
     publications: Publications = msgspec.field(default_factory=Publications)
     membership: Membership = msgspec.field(default_factory=Membership)
     components: dict[str, Component] = {}
+    start: Start | None = None
 
     def tail(self, family: str) -> int:
         """The sequence of the family's last stored event: what the next one names as `prev`."""
@@ -76,6 +79,7 @@ def fold(world: World, recorded: Recorded) -> str:
     void = why_void(tail, recorded)
     if not void:
         _check(world, recorded)
+        _check_start(recorded, world.start)
         _evolve(world, recorded)
     world.tails[family] = tail
     advance(tail, recorded, void=bool(void))
@@ -101,10 +105,19 @@ def _evolve(world: World, recorded: Recorded) -> None:
             _deployment(world, recorded)
 
 
+def _begin(world: World, start: Start) -> None:
+    begin(world.training, world.publications, start)
+    world.start = None
+    if start.scenario:
+        world.tails["train"] = Tail(registered=True)
+
+
 def _deployment(world: World, recorded: Recorded) -> None:
     match recorded.event:
         case LogOpened(incarnation=incarnation):
             world.incarnation = incarnation
+            if world.start is not None:
+                _begin(world, world.start)
         case ComponentStarted(component=name, starts=starts):
             component = world.components.setdefault(name, Component())
             component.starts, component.running, component.halted = starts, True, ""
@@ -141,6 +154,23 @@ def _check(world: World, recorded: Recorded) -> None:
             _check_members(world, recorded, [(m.engine, m.boot) for m in members])
         case ReleaseCommitted():
             _check_commit(world, recorded, event)
+
+
+def _check_start(recorded: Recorded, start: Start | None) -> None:
+    """A log that goes on from another one does so from exactly its last event, in numbers too."""
+    event = recorded.event
+    named = event.start if isinstance(event, LogOpened) else None
+    if (named is None) != (start is None):
+        _contradiction(recorded, f"its start is blob {named.digest if named else 'none'}, which was not read along")
+    if start is None or not isinstance(event, LogOpened):
+        return
+    if (start.seq, start.id) != (event.predecessor_seq, event.predecessor_id):
+        found = f"event {event.predecessor_seq} {event.predecessor_id}"
+        _contradiction(recorded, f"it follows {found}, its start is the state after {start.seq} {start.id}")
+    if recorded.seq != start.seq + 1:
+        _contradiction(recorded, f"its predecessor ends at {start.seq}")
+    if why := why_not(start):
+        _contradiction(recorded, f"its start contradicts itself: {why}")
 
 
 def _check_candidate(world: World, recorded: Recorded, event: CandidateReady) -> None:

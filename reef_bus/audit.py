@@ -47,8 +47,8 @@ async def read_history(journal: Journal, store: ArtifactStore | None = None) -> 
     Raises ContractError at an event that cannot be read; Unavailable when a leader does not answer, or LOG never rests.
     """
     heads = await _moment(journal)
-    log = await _read(journal, LOG, heads[0])
-    records = await _read(journal, RECORDS, heads[1])
+    log = await read_stream(journal, LOG, heads[0])
+    records = await read_stream(journal, RECORDS, heads[1])
     start = start_of(log[0], store.get if store else nowhere) if log else None
     return History(log, records, await blocking(_batches, store, log) if store else None, start)
 
@@ -65,7 +65,8 @@ async def _moment(journal: Journal) -> tuple[int, int]:
     raise Unavailable(f"LOG moved between any two of {CUT_TRIES} looks at it; audit again, or audit an export")
 
 
-async def _read(journal: Journal, stream: str, head: int) -> tuple[Recorded, ...]:
+async def read_stream(journal: Journal, stream: str, head: int) -> tuple[Recorded, ...]:
+    """Every event of the stream up to `head`."""
     found: list[Recorded] = []
     batches = journal.follow(stream)
     try:

@@ -149,10 +149,10 @@ def _print_status(args: argparse.Namespace, config: Config, judge: Judge, last: 
 
 async def log(args: argparse.Namespace) -> int:
     """Events that match, or one with what led to it and what it led to."""
-    if args.show:
-        if args.show[0] != "show" or len(args.show) != 2 or not args.show[1].isdigit():
-            raise Rejected(f"log {' '.join(args.show)}: expected `reef-bus log show SEQ`")
-        return await _show_event(args, int(args.show[1]))
+    if args.what:
+        if args.what[0] != "show" or len(args.what) != 2 or not args.what[1].isdigit():
+            raise Rejected(f"log {' '.join(args.what)}: expected `reef-bus log show SEQ`, or `reef-bus log roll`")
+        return await _show_event(args, int(args.what[1]))
     return await _list_events(args, _stream_of(args))
 
 

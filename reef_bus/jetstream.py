@@ -130,7 +130,8 @@ class JetStreamJournal(Journal):
         return Stored(ack.seq, bool(ack.duplicate))
 
     async def head(self, stream: str) -> int:
-        return (await self.extent(stream))[1]
+        begin, last = await self.extent(stream)
+        return last if last >= begin else 0
 
     async def extent(self, stream: str) -> tuple[int, int]:
         """The sequences at which the stream begins and ends: of an empty one, that of its first event to be, and one
@@ -187,7 +188,7 @@ class JetStreamJournal(Journal):
         try:
             while True:
                 messages = await _drain(queue)
-                if lost.done() or (not messages and await self.head(stream) != after):
+                if lost.done() or (not messages and (await self.extent(stream))[1] != after):
                     return  # what is there may be another log, or a shorter one: look before going on
                 if not messages:
                     continue

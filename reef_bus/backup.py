@@ -217,6 +217,8 @@ async def restore(
     if config.deployment != found.inventory.deployment:
         was = f"the backup is of deployment {found.inventory.deployment!r}, this one is called {config.deployment!r}"
         raise Rejected(f"{was}; every event names its deployment, so restore under the same name")
+    if done := await _done(journal, config, found.inventory.streams[LOG]):
+        return done
     await _make_room(journal, config, found)
     new = await blocking(_keep, found.inventory.blobs, found.folder / BLOBS, store, say)
     say(f"{len(found.inventory.blobs)} blobs, {new} of them new")
@@ -227,6 +229,15 @@ async def restore(
     await _put_back(journal, found.history.records, say)
     await open_from(journal, opened)
     return opened
+
+
+async def _done(journal: JetStreamJournal, config: Config, log: Extent) -> LogOpened | None:
+    """The first and only event of a log that goes on from this backup: an earlier call had come to its end."""
+    if (await journal.plan(config.nats.replicas))[stream_name(journal.deployment, LOG)] == ["missing"]:
+        return None
+    stored = await journal.read(LOG, log.last + 1) if await journal.head(LOG) == log.last + 1 else None
+    event = stored.event if stored else None
+    return event if isinstance(event, LogOpened) and event.predecessor_id == log.id else None
 
 
 async def _make_room(journal: JetStreamJournal, config: Config, found: Backup) -> None:

@@ -16,7 +16,7 @@ from typing import Literal
 import msgspec
 
 from reef_bus.artifacts import ArtifactStore
-from reef_bus.audit import History, read_export, read_stream, write_export
+from reef_bus.audit import History, read_export, read_history, write_export
 from reef_bus.core.start import Start, compact, encode_start, unrest
 from reef_bus.core.void import RULES
 from reef_bus.core.world import World, fold
@@ -24,7 +24,6 @@ from reef_bus.errors import Conflict, ContractError, Rejected
 from reef_bus.events import Draft, LogOpened
 from reef_bus.jetstream import JetStreamJournal
 from reef_bus.journal import LOG
-from reef_bus.origin import start_of
 from reef_bus.runner import blocking
 from reef_bus.samples import decode_batch
 from reef_bus.topology import stream_name
@@ -128,10 +127,10 @@ async def _prepare(journal: JetStreamJournal, store: ArtifactStore, replicas: in
 async def _read(journal: JetStreamJournal, store: ArtifactStore, replicas: int) -> History:
     if (await journal.plan(replicas))[stream_name(journal.deployment, LOG)] == ["missing"]:
         raise Rejected("there is no log to roll; a lost one comes back with `reef-bus restore`")
-    log = await read_stream(journal, LOG, await journal.head(LOG))
-    if len(log) < 2:
-        raise Rejected(f"there is nothing to roll: the log holds {len(log)} events")
-    return History(log, (), None, start_of(log[0], store.get))
+    history = await read_history(journal, store)
+    if len(history.log) < 2:
+        raise Rejected(f"there is nothing to roll: the log holds {len(history.log)} events")
+    return history
 
 
 def folded(history: History) -> World:
@@ -154,7 +153,7 @@ def start_after(world: World, store: ArtifactStore) -> Start:
 
 
 def _archive(history: History, store: ArtifactStore, folder: Path | None, stream: str) -> tuple[Path, str]:
-    """Write the archive; returns where it is, and its digest."""
+    """Write the archive, an export of that moment: it can be audited alone. Returns where it is, and its digest."""
     first, last = history.log[0].seq, history.log[-1].seq
     place = folder or store.root
     place.mkdir(parents=True, exist_ok=True)

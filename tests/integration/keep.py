@@ -34,11 +34,11 @@ SAMPLE = Sample(
 )
 
 
-def batch(job: str, step: int, records: tuple[tuple[str, int], ...], floor: int) -> bytes:
-    """What a job's batch says: which records it consumes."""
-    samples = tuple(replace(SAMPLE, record=record) for record, _ in records)
+def batch(job: str, base: str, step: int, record: tuple[str, int], floor: int) -> bytes:
+    """What a job's batch says: which record it consumes."""
+    sample = replace(SAMPLE, record=record[0], load_id=L(record[1] // 3))  # r1 is release 0's answer, r2 release 1's
     return encode_batch(
-        Batch(job=job, step=step, base="base", seed=1, samples=samples, records=records, floor=floor, taken=())
+        Batch(job=job, step=step, base=base, seed=1, samples=(sample,), records=(record,), floor=floor, taken=())
     )
 
 
@@ -49,7 +49,8 @@ def real(store: ArtifactStore, event: Event) -> Event:
         return store.put(match[0].encode()).digest
 
     if isinstance(event, JobDispatched):
-        return replace(event, batch=store.put(batch(event.job, event.step, (("r1", 1),), 1)), records=1)
+        consumed = (("r1", 1), 1) if event.job == "job-c1" else (("r2", 3), 3)
+        return replace(event, batch=store.put(batch(event.job, event.base, event.step, *consumed)), records=1)
     text = re.sub(r"(sha|digest)-of-[\w-]+", put, msgspec.json.encode(event).decode())
     return msgspec.json.decode(text, type=type(event))
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -32,9 +33,15 @@ def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cli_keep, "SILENCE_S", 0.05)
 
 
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return deployment(tmp_path_factory.mktemp("made") / "state")
+
+
 @pytest.fixture
-def state(tmp_path: Path) -> Path:
-    return deployment(tmp_path / "state")
+def state(made: Path, tmp_path: Path) -> Path:
+    """A state folder of one's own: the same history, without writing it again."""
+    return Path(shutil.copytree(made, tmp_path / "state"))
 
 
 def backed_up(capsys: Capture, state: Path) -> Path:

@@ -133,10 +133,11 @@ def _write(folder: Path, config: Config, history: History, blobs: list[str]) -> 
     digest = sha256(draft)
     name = f"history-{digest[:16]}.jsonl"
     os.replace(draft, folder / name)
+    opened = history.log[0].event
     inventory = Inventory(
         format=FORMAT,
         deployment=config.deployment,
-        incarnation=folded(history).incarnation,
+        incarnation=opened.incarnation if isinstance(opened, LogOpened) else "",
         config=msgspec.to_builtins(config),
         streams={LOG: _extent(history.log), RECORDS: _extent(history.records)},
         history=name,

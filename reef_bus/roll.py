@@ -86,7 +86,7 @@ async def _stage(journal: JetStreamJournal, plan: Plan, replicas: int) -> Stage:
         return "empty"
     found = await journal.read(LOG, max(begin, last))
     if found is not None and begin == last + 1 and found.event == plan.opened:
-        return "opened"
+        return "opened" if head == begin else "other"  # it has gone on since: whoever asks now wants the next roll
     return "old" if head == last and found is not None and found.id == plan.opened.predecessor_id else "other"
 
 

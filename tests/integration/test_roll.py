@@ -257,6 +257,20 @@ def test_what_was_written_between_two_tries_is_rolled_too(
     assert events(capsys, state)[0]["data"]["predecessor_seq"] == 20
 
 
+def test_a_plan_that_was_left_behind_is_no_roll(state: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Interrupted after everything was done, and then the new log went on: the next roll is a roll."""
+    with monkeypatch.context() as patched:
+        interrupted(patched, JetStreamJournal, "append", True)
+        assert said(capsys, "log", "roll", "--state", str(state))[0] == 3
+
+    async def go_on(journal: JetStreamJournal, store: ArtifactStore) -> None:
+        await write(journal, store, [*REJOINED])
+
+    with_server(state, go_on)
+    code, out, err = said(capsys, "log", "roll", "--state", str(state), "--json")
+    assert (code, json.loads(out)["begins"]) == (0, 22), err
+
+
 def test_a_damaged_archive_deletes_nothing(state: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patched:
         interrupted(patched, JetStreamJournal, "drop", False)

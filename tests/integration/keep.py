@@ -19,7 +19,7 @@ from reef_bus.artifacts import ArtifactStore
 from reef_bus.backends import Sample
 from reef_bus.config import Config, Nats, dump
 from reef_bus.embedded import NatsServer
-from reef_bus.events import Blob, Draft, Event, InferenceRecorded, JobDispatched, ReportReceived
+from reef_bus.events import Draft, Event, InferenceRecorded, JobDispatched, ReportReceived
 from reef_bus.jetstream import JetStreamJournal, connect
 from reef_bus.samples import Batch, TokenRow, encode_batch, encode_rows
 from tests.facts import E0, E1, SERVING, L, S, released, trained
@@ -133,7 +133,3 @@ def deployment(state: Path, steps: Sequence[Step] = HISTORY) -> Path:
 
     with_server(state, make)
     return state
-
-
-def blob(name: str) -> Blob:
-    return Blob(digest(name), 10)

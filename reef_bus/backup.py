@@ -23,7 +23,7 @@ from reef_bus.errors import ContractError, Rejected
 from reef_bus.events import Blob, CandidateReady, LogOpened, Recorded, ScenarioRegistered
 from reef_bus.jetstream import JetStreamJournal
 from reef_bus.journal import LOG, RECORDS
-from reef_bus.roll import folded, open_from, sha256, start_after
+from reef_bus.roll import folded, open_from, sha256, start_after, sync
 from reef_bus.runner import blocking
 from reef_bus.topology import stream_name
 
@@ -146,10 +146,10 @@ def _write(folder: Path, config: Config, history: History, blobs: list[str]) -> 
     )
     partial = folder / (MANIFEST + ".partial")
     partial.write_bytes(msgspec.json.format(msgspec.json.encode(inventory), indent=1))
-    for path in (folder / name, partial):
-        with open(path, "rb") as file:
-            os.fsync(file.fileno())
+    for path in (folder / name, partial, folder):
+        sync(path)
     os.replace(partial, folder / MANIFEST)
+    sync(folder)
     for old in folder.glob("history-*.jsonl"):
         if old.name != name:
             old.unlink()

@@ -160,7 +160,8 @@ def _archive(history: History, store: ArtifactStore, folder: Path | None, stream
     draft = place / f"{stream}-{first}-{last}.jsonl"
     write_export(history, draft)
     if folder:
-        _sync(draft)
+        sync(draft)
+        sync(folder)
         return draft, sha256(draft)
     blob = store.put_file(draft)
     draft.unlink()
@@ -201,12 +202,13 @@ def _read_plan(path: Path) -> Plan | None:
 def _write_plan(path: Path, plan: Plan) -> None:
     draft = path.with_name(path.name + ".partial")
     draft.write_bytes(msgspec.json.encode(plan))
-    _sync(draft)
+    sync(draft)
     os.replace(draft, path)
-    _sync(path.parent)
+    sync(path.parent)
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
+    """The file, or the folder's names, survive a power cut from here on."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

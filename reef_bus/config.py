@@ -148,10 +148,14 @@ def load(path: Path, overrides: Sequence[str] = ()) -> Config:
         text = path.read_bytes()
     except OSError as error:
         raise Rejected(f"{path}: {error.strerror}; `reef-bus up --example` prints a file to start from") from error
-    data = _parse(path, text)
+    return build(str(path), _parse(path, text), overrides)
+
+
+def build(where: str, data: dict[str, Any], overrides: Sequence[str] = ()) -> Config:
+    """As `load`, from what a file `where` holds."""
     for override in overrides:
         _override(data, override)
-    return check(_convert(str(path), data))
+    return check(_convert(where, data))
 
 
 def _parse(path: Path, text: bytes) -> dict[str, Any]:

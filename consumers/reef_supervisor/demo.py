@@ -151,7 +151,7 @@ class Demo:
             ) from error
         seconds = time.monotonic() - self.began
         history = await read_history(running.journal, ArtifactStore(running.config.folder("artifacts")))
-        audit = check(history.log, history.records, history.batches)
+        audit = check(history.log, history.records, history.batches, history.start)
         return self._summary(running, audit, final, seconds)
 
     async def _first_answer(self, running: Deployment, client: Harness) -> None:

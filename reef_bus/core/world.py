@@ -16,6 +16,7 @@ from reef_bus.core.ids import LoadId
 from reef_bus.core.membership import Membership
 from reef_bus.core.publication import STAGED, SUPERSEDED, Publications
 from reef_bus.core.requests import Request
+from reef_bus.core.start import Start, begin, why_not
 from reef_bus.core.supervision import Component
 from reef_bus.core.training import Training, in_step, links
 from reef_bus.core.void import RULES, Tail, advance, why_void
@@ -38,7 +39,8 @@ from reef_bus.events import (
 
 
 class World(msgspec.Struct):
-    """The state after the event at `seq`. Mutated by `fold` alone; everybody else only reads."""
+    """The state after the event at `seq`. Mutated by `fold` alone; everybody else only reads, but for `start`: what the
+    blob holds that a `LogOpened` names is part of the log, and its reader puts it there before that event."""
 
     seq: int = 0
     last_id: str = ""
@@ -51,6 +53,7 @@ class World(msgspec.Struct):
     membership: Membership = msgspec.field(default_factory=Membership)
     components: dict[str, Component] = {}
     requests: dict[int, Request] = {}
+    start: Start | None = None
 
     def tail(self, family: str) -> int:
         """The sequence of the family's last stored event: what the next one names as `prev`."""
@@ -69,6 +72,7 @@ def fold(world: World, recorded: Recorded) -> str:
     void = why_void(tail, recorded)
     if not void:
         _check(world, recorded)
+        _check_start(recorded, world.start)
         _evolve(world, recorded)
     world.tails[family] = tail
     advance(tail, recorded, void=bool(void))
@@ -95,6 +99,8 @@ def _evolve(world: World, recorded: Recorded) -> None:
         case "deployment":
             if type(event) is LogOpened:
                 world.incarnation = event.incarnation
+                if world.start is not None:
+                    _begin(world, world.start)
             supervision.evolve(world.components, recorded)
         case "operator":
             asked = requests.request(recorded)
@@ -103,6 +109,13 @@ def _evolve(world: World, recorded: Recorded) -> None:
     if world.requests:
         requests.answered(world.requests, event)
         _overtake(world)
+
+
+def _begin(world: World, start: Start) -> None:
+    begin(world.training, world.publications, start)
+    world.start = None
+    if start.scenario:
+        world.tails["train"] = Tail(registered=True)
 
 
 def _overtake(world: World) -> None:
@@ -143,6 +156,23 @@ def _check_base(world: World, recorded: Recorded, event: JobDispatched) -> None:
 def _check_restored(world: World, recorded: Recorded, event: TrainerRestored) -> None:
     if event.candidate not in world.training.candidates:
         _contradiction(recorded, f"{event.candidate} was never a candidate")
+
+
+def _check_start(recorded: Recorded, start: Start | None) -> None:
+    """A log that goes on from another one does so from exactly its last event, in numbers too."""
+    event = recorded.event
+    named = event.start if isinstance(event, LogOpened) else None
+    if (named is None) != (start is None):
+        _contradiction(recorded, f"its start is blob {named.digest if named else 'none'}, which was not read along")
+    if start is None or not isinstance(event, LogOpened):
+        return
+    if (start.seq, start.id) != (event.predecessor_seq, event.predecessor_id):
+        found = f"event {event.predecessor_seq} {event.predecessor_id}"
+        _contradiction(recorded, f"it follows {found}, its start is the state after {start.seq} {start.id}")
+    if recorded.seq != start.seq + 1:
+        _contradiction(recorded, f"its predecessor ends at {start.seq}")
+    if why := why_not(start):
+        _contradiction(recorded, f"its start contradicts itself: {why}")
 
 
 def _check_candidate(world: World, recorded: Recorded, event: CandidateReady) -> None:

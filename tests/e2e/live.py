@@ -91,7 +91,7 @@ class Live:
 
     async def audit(self) -> Audit:
         history = await read_history(self.running.journal, ArtifactStore(self.running.config.folder("artifacts")))
-        return check(history.log, history.records, history.batches)
+        return check(history.log, history.records, history.batches, history.start)
 
 
 @contextlib.asynccontextmanager

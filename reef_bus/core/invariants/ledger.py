@@ -16,6 +16,7 @@ import msgspec
 from reef_bus.core.ids import BASE, LoadId, parse_load_id
 from reef_bus.core.invariants.findings import Findings
 from reef_bus.core.invariants.records import Answers, Batches, consume
+from reef_bus.core.start import Start
 from reef_bus.errors import ContractError
 from reef_bus.events import (
     Blob,
@@ -106,6 +107,19 @@ class Ledger(msgspec.Struct, kw_only=True):
     jobs: int = 0
     commits: int = 0
     proofs: int = 0
+
+
+def seed(ledger: Ledger, start: Start) -> None:
+    """Take up what the predecessor's log had shown, which is audited with that log."""
+    ledger.sequence, ledger.head, ledger.ended = start.sequence, start.head, dict(start.ended)
+    ledger.selected = dict.fromkeys((BASE, *start.selected), start.seq) if start.scenario else {}
+    for candidate in start.candidates:
+        ledger.contents[candidate.id] = Content(candidate.base, candidate.manifest, candidate.weights)
+    for release in start.releases:
+        ledger.digests[release.load_id] = release.manifest
+        if release.load_id == start.head:
+            ledger.head_candidate = release.candidate
+    ledger.answers.begin, ledger.answers.floor, ledger.answers.taken = start.seq, start.floor, frozenset(start.taken)
 
 
 def note(ledger: Ledger, recorded: Recorded) -> None:

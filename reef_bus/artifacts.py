@@ -68,9 +68,7 @@ class ArtifactStore:
 
     def path(self, digest: str) -> Path:
         """Where the blob of that name lies, whether or not it is there."""
-        if not _DIGEST.fullmatch(digest):
-            raise ContractError(f"{digest!r} names no blob: expected 64 hex digits of sha256")
-        return self.root / digest[:2] / digest[2:4] / digest
+        return place(self.root, digest)
 
     def has(self, digest: str) -> bool:
         """Whether the blob is there."""
@@ -93,6 +91,26 @@ class ArtifactStore:
         """Keep a copy of the file's bytes as they are read, under the digest of exactly those."""
         with open(path, "rb", buffering=0) as file:
             return self.put_parts(_slices(file, 0, os.fstat(file.fileno()).st_size))
+
+    def keep(self, digest: str, source: Path) -> bool:
+        """Have the blob of that name, from the file `source` if it is not there whole: by a hard link where the disk
+        allows it, else as a copy. Returns whether it was not there. Raises ContractError, naming the file, when
+        `source` is missing or holds other bytes."""
+        if self.has(digest) and _hash_file(self.path(digest)) == digest:
+            return False
+        if not source.is_file():
+            raise ContractError(f"no blob at {source}: copy it there from the machine that wrote it")
+        draft = self._incoming / secrets.token_hex(16)
+        with self._writing(self.root):
+            try:
+                _link(source, draft)
+                found = _hash_file(draft)
+                if found != digest:
+                    raise ContractError(f"{source} is damaged: its bytes hash to {found}; copy it there again")
+                self._adopt(draft, self.path(digest))
+            finally:
+                draft.unlink(missing_ok=True)
+        return True
 
     def get(self, digest: str) -> bytes:
         """The blob, its hash checked. Raises ContractError when it is missing or when other bytes lie in its place."""
@@ -135,6 +153,13 @@ class ArtifactStore:
                 f"cannot write artifacts under {where}: {error.strerror} ({_free(where)}); "
                 "make room or give write access there, or configure another artifact folder"
             ) from error
+
+
+def place(root: Path, digest: str) -> Path:
+    """Where a store at `root` has the blob of that name; the store need not be open, or writable."""
+    if not _DIGEST.fullmatch(digest):
+        raise ContractError(f"{digest!r} names no blob: expected 64 hex digits of sha256")
+    return root / digest[:2] / digest[2:4] / digest
 
 
 def save_weights(store: ArtifactStore, pieces: Pieces) -> tuple[Blob, Manifest]:
@@ -288,6 +313,22 @@ def _reading(path: Path) -> Iterator[None]:
         raise TransferError("refused", f"no artifact at {path}: copy it there from where it was written") from error
     except OSError as error:
         raise TransferError("closed", f"cannot read {path}: {error.strerror}") from error
+
+
+def _link(source: Path, target: Path) -> None:
+    """Another name for the file, or, on another disk, a durable copy of it."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copyfile(source, target)
+        target.chmod(0o444)
+        with open(target, "rb") as file:
+            os.fsync(file.fileno())
+
+
+def _hash_file(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _sync_folder(folder: Path) -> None:

@@ -14,25 +14,28 @@ import msgspec
 
 from reef_bus.artifacts import ArtifactStore
 from reef_bus.core.invariants import Batches, Consumption, Trained, Unread
+from reef_bus.core.start import Start
 from reef_bus.envelope import decode_line, from_json, to_json
 from reef_bus.errors import ContractError, Rejected, Unavailable
 from reef_bus.events import JobDispatched, Recorded
 from reef_bus.journal import LOG, RECORDS, Journal
+from reef_bus.origin import nowhere, start_of
 from reef_bus.runner import blocking
 from reef_bus.samples import Batch, decode_batch
 from reef_bus.topology import FAMILIES
 
-BATCH = "BATCH"
+BATCH, START = "BATCH", "START"
 CUT_TRIES = 100  # a head costs a round trip, and LOG moves a few times a second
 
 
 class History(msgspec.Struct, frozen=True):
-    """What `core.invariants.check` takes: both streams from their beginnings, and the batches of LOG's jobs by digest
-    (None: there was no store to read them from)."""
+    """What `core.invariants.check` takes: both streams from their beginnings, the batches of LOG's jobs by digest
+    (None: there was no store to read them from), and the start that LOG goes on from, if it names one."""
 
     log: tuple[Recorded, ...]
     records: tuple[Recorded, ...]
     batches: Batches | None
+    start: Start | None = None
 
 
 # -- live
@@ -44,9 +47,10 @@ async def read_history(journal: Journal, store: ArtifactStore | None = None) -> 
     Raises ContractError at an event that cannot be read; Unavailable when a leader does not answer, or LOG never rests.
     """
     heads = await _moment(journal)
-    log = await _read(journal, LOG, heads[0])
-    records = await _read(journal, RECORDS, heads[1])
-    return History(log, records, await blocking(_batches, store, log) if store else None)
+    log = await read_stream(journal, LOG, heads[0])
+    records = await read_stream(journal, RECORDS, heads[1])
+    start = start_of(log[0], store.get if store else nowhere) if log else None
+    return History(log, records, await blocking(_batches, store, log) if store else None, start)
 
 
 async def _moment(journal: Journal) -> tuple[int, int]:
@@ -61,7 +65,8 @@ async def _moment(journal: Journal) -> tuple[int, int]:
     raise Unavailable(f"LOG moved between any two of {CUT_TRIES} looks at it; audit again, or audit an export")
 
 
-async def _read(journal: Journal, stream: str, head: int) -> tuple[Recorded, ...]:
+async def read_stream(journal: Journal, stream: str, head: int) -> tuple[Recorded, ...]:
+    """Every event of the stream up to `head`."""
     found: list[Recorded] = []
     batches = journal.follow(stream)
     try:
@@ -101,7 +106,7 @@ def consumption(batch: Batch) -> Consumption:
 
 
 def write_export(history: History, target: Path | str | TextIO) -> None:
-    """Write LOG, RECORDS and batches as JSON lines. Raises Unavailable when the file cannot be written whole."""
+    """Write start, LOG, RECORDS and batches as JSON lines. Raises Unavailable when the file cannot be written whole."""
     if not isinstance(target, Path | str):
         target.writelines(_lines(history))
         return
@@ -113,6 +118,8 @@ def write_export(history: History, target: Path | str | TextIO) -> None:
 
 
 def _lines(history: History) -> Iterator[str]:
+    if history.start:
+        yield _line({"stream": START, "start": msgspec.to_builtins(history.start)})
     for stream, events in ((LOG, history.log), (RECORDS, history.records)):
         for recorded in events:
             yield _line({"stream": stream, **to_json(recorded)})
@@ -130,39 +137,53 @@ def read_export(path: Path | str) -> History:
     ContractError, naming the line, for a line that is cut off or cannot be read."""
     streams: dict[str, list[Recorded]] = {LOG: [], RECORDS: []}
     batches: dict[str, Consumption | Unread] = {}
+    start: Start | None = None
     lines = 0
     try:
         with open(path, "rb") as file:
             for line in file:
                 lines += 1
-                _take(line, streams, batches)
+                start = _take(line, streams, batches) or start
     except OSError as error:
         raise Rejected(f"cannot read {path}: {error.strerror}; `reef-bus export -o FILE` writes one", 404) from error
     except ContractError as error:
         raise ContractError(f"{path}, line {lines}: {error}", error.seq) from error
-    return History(tuple(streams[LOG]), tuple(streams[RECORDS]), batches or None)
+    return History(tuple(streams[LOG]), tuple(streams[RECORDS]), batches or None, start)
 
 
-def _take(line: bytes, streams: dict[str, list[Recorded]], batches: dict[str, Consumption | Unread]) -> None:
+def _take(line: bytes, streams: dict[str, list[Recorded]], batches: dict[str, Consumption | Unread]) -> Start | None:
+    """Put the line where it belongs; returns the log's start, when that is what it holds."""
     stream, found = decode_line(line) or _read_line(line)
+    if isinstance(found, Start):
+        return found
     if not isinstance(found, Recorded):
         batches[stream] = found
-        return
+        return None
     home = FAMILIES[found.event.family].stream
     if home != stream:
         raise ContractError(f"{found.name} is on {stream}; it belongs on {home}", found.seq)
     streams[stream].append(found)
+    return None
 
 
-def _read_line(line: bytes) -> tuple[str, Recorded | Consumption | Unread]:
-    """A line of any form: its stream and the event there, or a batch under its digest; or what is wrong with it."""
+def _read_line(line: bytes) -> tuple[str, Recorded | Consumption | Unread | Start]:
+    """A line of any form: its stream and the event there, a batch under its digest, the start; or what is wrong."""
     value = _object(line)
     stream = value.get("stream")
     if stream == BATCH:
         return _digest(value), _consumption(value)
+    if stream == START:
+        return START, _start(value)
     if stream not in (LOG, RECORDS):
-        raise ContractError(f"stream is {stream!r}; expected one of {[LOG, RECORDS, BATCH]}")
+        raise ContractError(f"stream is {stream!r}; expected one of {[LOG, RECORDS, BATCH, START]}")
     return stream, from_json(value)
+
+
+def _start(value: Mapping[str, Any]) -> Start:
+    try:
+        return msgspec.convert(value.get("start"), Start)
+    except msgspec.ValidationError as error:
+        raise ContractError(f"this is no start of a log: {error}") from error
 
 
 def _object(line: bytes) -> dict[str, Any]:

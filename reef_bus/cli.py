@@ -128,6 +128,10 @@ def _parser() -> Parser:
     audit.add_argument("file", nargs="?", metavar="FILE", help="what `export` wrote (default: the live log)")
     export = add("export", "the history as JSON lines, for `audit` elsewhere or for a test", _export)
     export.add_argument("-o", "--output", metavar="FILE", help="default: standard output")
+    backup = add("backup", "the history and every blob that it names, into a folder; again: what is new", _backup)
+    backup.add_argument("dir", metavar="DIR", help="the backup: a new folder, or one of an earlier backup")
+    restore = add("restore", "an empty deployment goes on from a backup; name it with --state or -c", _restore)
+    restore.add_argument("dir", metavar="DIR", help="what `backup` wrote")
     streams = add("streams", "compare the streams with what they must be, or create them", _streams)
     streams.add_argument(
         "what", choices=("plan", "apply"), help="apply creates what is missing, opens an empty log, changes nothing"
@@ -173,7 +177,9 @@ def _run_parser(run: argparse.ArgumentParser) -> None:
 
 
 def _log_options(log: argparse.ArgumentParser) -> None:
-    log.add_argument("show", nargs="*", metavar="show SEQ", help="one event: envelope, payload, causes and effects")
+    what = "`show SEQ`: one event with its causes and effects; `roll`: archive a full log, and go on in a new one"
+    log.add_argument("what", nargs="*", metavar="show SEQ | roll", help=what)
+    log.add_argument("--archive", metavar="DIR", help="roll: where the old log's file goes (default: the artifacts)")
     log.add_argument("--follow", action="store_true", help="go on until Ctrl-C")
     log.add_argument("--tail", type=int, metavar="N", help="the last N that match (default: 20; 0: all)")
     log.add_argument("--family", metavar="F", help="train, release, engine, deployment, record …")
@@ -212,9 +218,23 @@ def _status(args: argparse.Namespace) -> int:
 
 
 def _log(args: argparse.Namespace) -> int:
-    from reef_bus import cli_log
+    from reef_bus import cli_keep, cli_log
 
-    return asyncio.run(cli_log.log(args))
+    if args.archive and args.what != ["roll"]:
+        raise Rejected("--archive belongs to `reef-bus log roll`")
+    return asyncio.run(cli_keep.roll(args) if args.what == ["roll"] else cli_log.log(args))
+
+
+def _backup(args: argparse.Namespace) -> int:
+    from reef_bus import cli_keep
+
+    return asyncio.run(cli_keep.backup(args))
+
+
+def _restore(args: argparse.Namespace) -> int:
+    from reef_bus import cli_keep
+
+    return asyncio.run(cli_keep.restore(args))
 
 
 def _audit(args: argparse.Namespace) -> int:

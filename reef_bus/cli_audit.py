@@ -25,7 +25,7 @@ OK, NOT_IN_ORDER = 0, 1
 async def audit(args: argparse.Namespace) -> int:
     """Exit status 1 on a violation."""
     history = read_export(Path(args.file)) if args.file else await _history(args)
-    found = check(history.log, history.records, history.batches)
+    found = check(history.log, history.records, history.batches, history.start)
     if args.json:
         say_json(msgspec.to_builtins(found))
     else:

@@ -24,7 +24,7 @@ from reef_bus.config import Config
 from reef_bus.envelope import to_json
 from reef_bus.errors import ContractError, Rejected
 from reef_bus.events import CATALOGUE, Recorded
-from reef_bus.inspect import Judge, causes, effects, events, head, opened, raw, runs
+from reef_bus.inspect import Judge, causes, effects, events, fetching, head, opened, raw, runs, target
 from reef_bus.journal import LOG, RECORDS
 from reef_bus.topology import FAMILIES
 
@@ -105,7 +105,7 @@ def _status_lines(state: dict[str, Any]) -> Iterable[str]:
 
 async def status(args: argparse.Namespace) -> int:
     """Where the deployment stands, as its log says; with `--watch` again and again."""
-    judge, last = Judge(), collections.deque[Recorded](maxlen=LAST)
+    judge, last = Judge(fetching(target(args))), collections.deque[Recorded](maxlen=LAST)
 
     async def read(until: int | None) -> None:
         async with contextlib.aclosing(events(journal, LOG, judge.world.seq, until)) as found:
@@ -151,10 +151,10 @@ def _print_status(args: argparse.Namespace, config: Config, judge: Judge, last: 
 
 async def log(args: argparse.Namespace) -> int:
     """Events that match, or one with what led to it and what it led to."""
-    if args.show:
-        if args.show[0] != "show" or len(args.show) != 2 or not args.show[1].isdigit():
-            raise Rejected(f"log {' '.join(args.show)}: expected `reef-bus log show SEQ`")
-        return await _show_event(args, int(args.show[1]))
+    if args.what:
+        if args.what[0] != "show" or len(args.what) != 2 or not args.what[1].isdigit():
+            raise Rejected(f"log {' '.join(args.what)}: expected `reef-bus log show SEQ`, or `reef-bus log roll`")
+        return await _show_event(args, int(args.what[1]))
     return await _list_events(args, _stream_of(args))
 
 
@@ -186,7 +186,7 @@ def _matches(args: argparse.Namespace, recorded: Recorded) -> bool:
 
 async def _list_events(args: argparse.Namespace, stream: str) -> int:
     tail = args.tail if args.tail is not None else TAIL if args.start == 1 else 0
-    judge, kept = Judge(), collections.deque[tuple[Recorded, str]](maxlen=tail or None)
+    judge, kept = Judge(fetching(target(args))), collections.deque[tuple[Recorded, str]](maxlen=tail or None)
 
     async def read(after: int, until: int | None, take: Callable[[tuple[Recorded, str]], None]) -> None:
         async with contextlib.aclosing(events(journal, stream, after, until)) as found:

@@ -69,11 +69,13 @@ class Training(Part, frozen=True, kw_only=True):
 
 
 class Publication(Part, frozen=True, kw_only=True):
-    """How releases are published: `every` candidate in its turn, or the `latest`; by how many `publishers`."""
+    """How releases are published: `every` candidate in its turn, or the `latest`; by how many `publishers`. In mode
+    `fenced` engines stop for the transfer; in mode `staged` they receive beside what they serve, and stop to swap."""
 
     publishers: int = 2
     publish: str = "every"
     transport: str = "tcp"
+    mode: str = "fenced"
     pause: str = "drain"
     deadlines: Deadlines = Deadlines()
 
@@ -112,6 +114,10 @@ class Config(Part, frozen=True, kw_only=True):
         """Component ids; the first acts at once, the others are its standbys."""
         return ["publisher", *(f"publisher-{n}" for n in range(2, self.publication.publishers + 1))]
 
+    def patience_s(self, publisher: str) -> float:
+        """For how long a publisher leaves what is owed to the others."""
+        return 0.0 if publisher == "publisher" else STANDBY_S
+
     def components(self) -> dict[str, str]:
         """Component id → role, in the order in which they are started."""
         engines = dict.fromkeys(self.inference.engines, "engine")
@@ -125,14 +131,14 @@ class Config(Part, frozen=True, kw_only=True):
             raise Rejected(f"component {component!r} has no metrics port: the configuration names {', '.join(known)}")
         return self.metrics.port + known.index(component)
 
-    def policy(self, publisher: str = "publisher") -> Policy:
+    def policy(self) -> Policy:
         published = self.publication
         return Policy(
             transport=published.transport,
+            mode=published.mode,
             pause=published.pause,
             publish=published.publish,
             deadlines=published.deadlines,
-            patience_s=0.0 if publisher == "publisher" else STANDBY_S,
         )
 
 
@@ -142,10 +148,14 @@ def load(path: Path, overrides: Sequence[str] = ()) -> Config:
         text = path.read_bytes()
     except OSError as error:
         raise Rejected(f"{path}: {error.strerror}; `reef-bus up --example` prints a file to start from") from error
-    data = _parse(path, text)
+    return build(str(path), _parse(path, text), overrides)
+
+
+def build(where: str, data: dict[str, Any], overrides: Sequence[str] = ()) -> Config:
+    """As `load`, from what a file `where` holds."""
     for override in overrides:
         _override(data, override)
-    return check(_convert(str(path), data))
+    return check(_convert(where, data))
 
 
 def _parse(path: Path, text: bytes) -> dict[str, Any]:
@@ -210,6 +220,8 @@ def check(config: Config) -> Config:
         )
     if config.publication.publish not in ("every", "latest"):
         raise Rejected(f"publication.publish is {config.publication.publish!r}; expected every or latest")
+    if config.publication.mode not in ("fenced", "staged"):
+        raise Rejected(f"publication.mode is {config.publication.mode!r}; expected fenced or staged")
     if not 1 <= config.publication.publishers <= MAX_PUBLISHERS:
         raise Rejected(f"publication.publishers is {config.publication.publishers}: expected 1 to {MAX_PUBLISHERS}")
     if config.publication.pause != "drain":

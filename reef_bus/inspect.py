@@ -27,6 +27,7 @@ from reef_bus.errors import ContractError, Rejected, Unavailable
 from reef_bus.events import Recorded
 from reef_bus.jetstream import JetStreamJournal, connect
 from reef_bus.journal import LOG
+from reef_bus.origin import Fetch, blobs_in, nowhere, start_of
 from reef_bus.topology import stream_name
 
 STATE = "reef-state"
@@ -118,6 +119,12 @@ def _listens(url: str) -> bool:
     return False
 
 
+def fetching(config: Config) -> Fetch:
+    """From the deployment's artifact folder, where that is on this machine."""
+    path = Path(config.state_dir, "artifacts")
+    return blobs_in(path) if config.state_dir and path.is_dir() else nowhere
+
+
 async def reach(config: Config) -> JetStreamJournal:
     """A journal on the configured server. Raises Unavailable soon, because a person is waiting."""
     await _probe(config.nats.url.split(","))
@@ -202,15 +209,17 @@ async def events(
 class Judge:
     """Folds LOG along and says of each event whether it counts. After a contradiction it goes on without judging."""
 
-    def __init__(self) -> None:
+    def __init__(self, fetch: Fetch = nowhere) -> None:
+        self.fetch = fetch
         self.world = World()
         self.error: ContractError | None = None
 
     def judge(self, recorded: Recorded) -> str:
         """Empty for an event that counts, else a word and the reason."""
-        if self.error or recorded.seq != self.world.seq + 1:
+        if self.error or self.world.seq not in (0, recorded.seq - 1):
             return ""
         try:
+            self.world.start = start_of(recorded, self.fetch)
             why = fold(self.world, recorded)
         except ContractError as error:
             self.error = error

@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import datetime
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from typing import Any
 
 import msgspec
@@ -25,7 +25,7 @@ from reef_bus.connection import TIMEOUT_S, Connection
 from reef_bus.envelope import decode, headers, identify, payload
 from reef_bus.errors import Conflict, ContractError, Rejected, Unavailable
 from reef_bus.events import Draft, Recorded
-from reef_bus.journal import Beat, Journal, Stored, check_position, check_writable
+from reef_bus.journal import LOG, Beat, Journal, Stored, check_position, check_writable
 from reef_bus.topology import (
     DUPLICATE_WINDOW_S,
     FAMILIES,
@@ -97,13 +97,19 @@ class JetStreamJournal(Journal):
         return Stored(ack.seq, bool(ack.duplicate))
 
     async def head(self, stream: str) -> int:
+        begin, last = await self.extent(stream)
+        return last if last >= begin else 0
+
+    async def extent(self, stream: str) -> tuple[int, int]:
+        """The sequences at which the stream begins and ends: of an empty one, that of its first event to be, and one
+        less. Raises as `head`."""
         try:
             info = await self.connection.ask(self.js.stream_info(stream_name(self.deployment, stream)))
         except NotFoundError as error:
             raise ContractError(f"stream {stream} does not exist: `reef-bus streams apply` creates it") from error
         except (*TRANSIENT, APIError) as error:
             raise Unavailable(f"{stream}: its leader does not answer ({type(error).__name__})") from error
-        return info.state.last_seq
+        return max(info.state.first_seq, 1), info.state.last_seq
 
     async def read(self, stream: str, seq: int) -> Recorded | None:
         try:
@@ -120,7 +126,8 @@ class JetStreamJournal(Journal):
             try:
                 if after:
                     check_position(stream, after, last_id, await self.read(stream, after))
-                async with contextlib.aclosing(self._deliver(stream, after)) as batches:
+                begin = after or (await self.extent(stream))[0] - 1  # a log that goes on from another one begins late
+                async with contextlib.aclosing(self._deliver(stream, begin)) as batches:
                     async for batch in batches:
                         after, last_id = batch[-1].seq, batch[-1].id
                         yield batch
@@ -137,7 +144,7 @@ class JetStreamJournal(Journal):
         try:
             while True:
                 messages = await _drain(queue)
-                if lost.done() or (not messages and await self.head(stream) != after):
+                if lost.done() or (not messages and (await self.extent(stream))[1] != after):
                     return  # what is there may be another log, or a shorter one: look before going on
                 if not messages:
                     continue
@@ -201,23 +208,71 @@ class JetStreamJournal(Journal):
         """What differs between the streams as they should be and as they are: `["missing"]`, or a line per setting."""
         return {spec.name: await self._drift(spec) for spec in streams(self.deployment, replicas)}
 
-    async def apply(self, replicas: int) -> dict[str, str]:
-        """Create what is missing. Raises Rejected, having changed nothing, when a stream exists and differs."""
+    async def apply(self, replicas: int, begins: Mapping[str, int] | None = None) -> dict[str, str]:
+        """Create what is missing; `begins` names streams whose first sequence is not 1. Raises Rejected, having
+        changed nothing, when a stream exists and differs; and, unless `begins` is given, when somebody was replacing
+        the log: another one in its place would be a new beginning."""
         drift = await self.plan(replicas)
         wrong = {name: lines for name, lines in drift.items() if lines and lines != ["missing"]}
         if wrong:
             text = "; ".join(f"{name}: {', '.join(lines)}" for name, lines in wrong.items())
             raise Rejected(f"streams exist that are not as they must be: {text}. Nothing was changed")
+        if begins is None:
+            await self._check_log(drift)
+        first = {stream_name(self.deployment, stream): seq for stream, seq in (begins or {}).items()}
         for spec in streams(self.deployment, replicas):
             if drift[spec.name]:
-                await self._create(spec)
+                await self._create(spec, first.get(spec.name))
         return {name: "created" if lines else "unchanged" for name, lines in drift.items()}
 
-    async def _create(self, spec: StreamSpec) -> None:
+    async def _create(self, spec: StreamSpec, first: int | None) -> None:
         try:
-            await self.js.add_stream(_config(spec))
+            await self.js.add_stream(_config(spec, first))
         except (*TRANSIENT, APIError) as error:
             raise Unavailable(f"{spec.name}: it cannot be created ({type(error).__name__}: {error})") from error
+
+    async def _check_log(self, drift: Mapping[str, list[str]]) -> None:
+        log = stream_name(self.deployment, LOG)
+        left = sorted(name for name, lines in drift.items() if not lines)
+        begin, head = await self.extent(LOG) if log in left else (1, 0)
+        found = f"begins at {begin} and holds nothing" if head < begin else ""
+        if (left and log not in left) or (found and begin > 1):
+            found = found if log in left else f"is missing, although there are {', '.join(left)}"
+            raise Rejected(
+                f"{log} {found}: somebody was replacing it. Nothing was changed; what was interrupted is finished by "
+                "running it again: `reef-bus log roll` or `reef-bus restore`, with the same arguments"
+            )
+
+    async def drop(self, stream: str) -> None:
+        """Delete the stream with all that is in it; nothing happens when there is none. Raises Unavailable."""
+        try:
+            await self.js.delete_stream(stream_name(self.deployment, stream))
+        except NotFoundError:
+            return
+        except (*TRANSIENT, APIError) as error:
+            raise Unavailable(f"{stream}: it is not known whether it was deleted ({type(error).__name__})") from error
+
+    async def put_back(self, stream: str, recorded: Recorded) -> None:
+        """Store the event as it had been stored, at its sequence, which is the next one. Raises ContractError when that
+        is taken, Unavailable when the outcome is unknown."""
+        draft = Draft(
+            event=recorded.event,
+            writer=recorded.writer,
+            boot=recorded.boot,
+            cause=recorded.cause,
+            correlation=recorded.correlation,
+        )
+        when = datetime.datetime.fromtimestamp(recorded.time / 1e9, datetime.UTC).isoformat()
+        header = headers(draft, recorded.id, recorded.prev, recorded.subject, when)
+        header["Nats-Expected-Stream"] = stream_name(self.deployment, stream)
+        header["Nats-Expected-Last-Sequence"] = str(recorded.seq - 1)
+        try:
+            body = payload(recorded.event)
+            await self.connection.ask(self.js.publish(recorded.subject, body, timeout=TIMEOUT_S, headers=header))
+        except TRANSIENT as error:
+            raise Unavailable(f"{recorded.subject}: no acknowledgement ({type(error).__name__})") from error
+        except APIError as error:
+            raise ContractError(f"{stream} does not take event {recorded.seq}: {error.description}") from error
 
     async def _drift(self, spec: StreamSpec) -> list[str]:
         try:
@@ -301,7 +356,7 @@ def _append_error(draft: Draft, prev: int, where: str, error: APIError) -> Excep
     return Unavailable(f"{where}: {error.description} ({error.err_code}); is the stream or its disk full?")
 
 
-def _config(spec: StreamSpec) -> api.StreamConfig:
+def _config(spec: StreamSpec, first: int | None = None) -> api.StreamConfig:
     return api.StreamConfig(
         name=spec.name,
         subjects=list(spec.subjects) or None,
@@ -315,6 +370,7 @@ def _config(spec: StreamSpec) -> api.StreamConfig:
         max_msg_size=spec.max_msg_size,
         allow_direct=True,
         duplicate_window=DUPLICATE_WINDOW_S,
+        first_seq=first,
         sources=[api.StreamSource(name=spec.source, filter_subject=spec.source_filter)] if spec.source else None,
     )
 

@@ -23,6 +23,7 @@ from reef_bus.core.effects import Me
 from reef_bus.embedded import Lock
 from reef_bus.errors import ReefError, Rejected
 from reef_bus.jetstream import JetStreamJournal, connect
+from reef_bus.origin import blobs_in
 from reef_bus.runner import Retired, Role, Runner
 
 log = logging.getLogger(__name__)
@@ -103,7 +104,7 @@ async def _boot(config: Config, me: Me, build: Build) -> None:
         journal = await connect(config.nats.url, config.deployment, f"reef-{me.id}")
         stack.push_async_callback(journal.close)
         role = await build(config, journal, me, stack)
-        runner = Runner(journal, role)
+        runner = Runner(journal, role, fetch=blobs_in(config.folder("artifacts")))
         if config.metrics.port:
             from reef_bus import metrics  # an extra, and half a second of imports, for those who ask for it
 

@@ -22,6 +22,7 @@ from reef_bus.envelope import identify, payload
 from reef_bus.errors import Conflict, ContractError, Unavailable
 from reef_bus.events import Draft, Event, Recorded
 from reef_bus.journal import LOG, Beat, Journal
+from reef_bus.origin import Fetch, nowhere, start_of
 
 log = logging.getLogger(__name__)
 
@@ -77,11 +78,13 @@ class Runner:
         journal: Journal,
         role: Role,
         *,
+        fetch: Fetch = nowhere,
         clock: Callable[[], int] = time.time_ns,
         tick_s: float = TICK_S,
     ) -> None:
         self.journal = journal
         self.role = role
+        self.fetch = fetch
         self.clock = clock
         self.tick_s = tick_s
         self.world = World()
@@ -120,6 +123,7 @@ class Runner:
         applied: list[Recorded] = []
         try:
             for recorded in batch:
+                self.world.start = start_of(recorded, self.fetch)
                 void = fold(self.world, recorded)
                 if recorded.id in self._accepted:
                     self._accepted[recorded.id] = not void

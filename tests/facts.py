@@ -5,6 +5,8 @@ Knows: names and fields. Must not know: what any of it does to a world.
 
 from __future__ import annotations
 
+from msgspec.structs import replace
+
 from reef_bus.events import (
     Blob,
     CandidateEvaluated,
@@ -15,17 +17,28 @@ from reef_bus.events import (
     EngineFenced,
     EngineJoined,
     EngineLeft,
+    EngineRetireRequested,
+    EngineStaged,
     Evidence,
+    JobAmbiguous,
+    JobDiscarded,
+    JobDiscardRequested,
     JobDispatched,
     JobDropped,
+    JobRestoreRequested,
     JobStarted,
     LogOpened,
     Member,
+    PromotionRequested,
     PublicationHalted,
+    PublicationHaltRequested,
     PublicationRefused,
     ReceiverFailed,
     ReceiverVerified,
+    RecoveryResumeRequested,
     ReleaseCommitted,
+    RequestRefused,
+    RollbackRequested,
     ScenarioRegistered,
     SenderFailed,
     SenderReady,
@@ -59,8 +72,8 @@ def opened(rules: int = 1) -> LogOpened:
     return LogOpened(incarnation="inc", rules=rules)
 
 
-def trainer_joined(offers: tuple[str, ...] = ("tcp", "files")) -> TrainerJoined:
-    return TrainerJoined(scenario=S, backend="torch", offers=offers, mutates_in_place=False)
+def trainer_joined(offers: tuple[str, ...] = ("tcp", "files"), in_place: bool = False) -> TrainerJoined:
+    return TrainerJoined(scenario=S, backend="torch", offers=offers, mutates_in_place=in_place)
 
 
 def registered() -> ScenarioRegistered:
@@ -75,16 +88,26 @@ def registered() -> ScenarioRegistered:
     )
 
 
-def joined(engine: str, accepts: tuple[str, ...] = ("tcp", "files")) -> EngineJoined:
-    return EngineJoined(engine=engine, url=f"http://{engine}", backend="torch", accepts=accepts)
+def joined(
+    engine: str, accepts: tuple[str, ...] = ("tcp", "files"), modes: tuple[str, ...] = ("fenced", "staged")
+) -> EngineJoined:
+    return EngineJoined(engine=engine, url=f"http://{engine}", backend="torch", accepts=accepts, modes=modes)
 
 
 def dispatched(job: str, base: str = "base", step: int = 1) -> JobDispatched:
     return JobDispatched(scenario=S, job=job, step=step, base=base, batch=blob(f"batch-{job}"), records=8)
 
 
-def started(job: str, attempt: int = 1) -> JobStarted:
-    return JobStarted(scenario=S, job=job, attempt=attempt)
+def started(job: str, attempt: int = 1, request: int = 0) -> JobStarted:
+    return JobStarted(scenario=S, job=job, attempt=attempt, request=request)
+
+
+def ambiguous(job: str, attempt: int = 1, by: str = "t1") -> JobAmbiguous:
+    return JobAmbiguous(scenario=S, job=job, attempt=attempt, started_by=by)
+
+
+def discarded(job: str, request: int) -> JobDiscarded:
+    return JobDiscarded(scenario=S, job=job, request=request)
 
 
 def ready(job: str, candidate: str, base: str = "base", attempt: int = 1) -> CandidateReady:
@@ -110,8 +133,8 @@ def evaluated(candidate: str) -> CandidateEvaluated:
     return CandidateEvaluated(scenario=S, candidate=candidate, evaluator="none", metrics={"reward": 1.0})
 
 
-def selected(candidate: str) -> CandidateSelected:
-    return CandidateSelected(scenario=S, candidate=candidate, selector="all")
+def selected(candidate: str, request: int = 0) -> CandidateSelected:
+    return CandidateSelected(scenario=S, candidate=candidate, selector="all", request=request)
 
 
 def rejected(candidate: str) -> CandidateRejected:
@@ -158,8 +181,19 @@ def target(n: int, candidate: str, *members: Member, parent: int | None = None, 
     )
 
 
-def refused(candidate: str, reason: str = "transport") -> PublicationRefused:
-    return PublicationRefused(scenario=S, candidate=candidate, reason=reason)
+def rollback_target(
+    n: int, candidate: str, request: int, *members: Member, parent: int | None = None
+) -> TargetPersisted:
+    """Old content under the next load id, as the rollback that was asked for at sequence `request`."""
+    return replace(target(n, candidate, *members, parent=parent), sender="artifact", transport="files", request=request)
+
+
+def refused(candidate: str, reason: str = "transport", request: int = 0) -> PublicationRefused:
+    return PublicationRefused(scenario=S, candidate=candidate, reason=reason, request=request)
+
+
+def request_refused(request: int, reason: str = "not_open") -> RequestRefused:
+    return RequestRefused(scenario=S, request=request, reason=reason)
 
 
 def aborted(n: int, attempt: int, *members: Member, excluded: tuple[Member, ...] = ()) -> TransferAborted:
@@ -174,14 +208,17 @@ def aborted(n: int, attempt: int, *members: Member, excluded: tuple[Member, ...]
     )
 
 
-def halted(n: int, attempt: int = 1, excluded: tuple[Member, ...] = ()) -> PublicationHalted:
+def halted(
+    n: int, attempt: int = 1, excluded: tuple[Member, ...] = (), reason: str = "sender_deadline", request: int = 0
+) -> PublicationHalted:
     return PublicationHalted(
-        scenario=S, publication=f"pub{n}", attempt=attempt, reason="sender_deadline", excluded=excluded
+        scenario=S, publication=f"pub{n}", attempt=attempt, reason=reason, excluded=excluded, request=request
     )
 
 
-def excluded(engine: str, start: int = 1) -> EngineExcluded:
-    return EngineExcluded(scenario=S, engine=engine, boot=f"{engine}.{start}", reason="its heartbeats stopped")
+def excluded(engine: str, start: int = 1, request: int = 0) -> EngineExcluded:
+    boot = f"{engine}.{start}"
+    return EngineExcluded(scenario=S, engine=engine, boot=boot, reason="its heartbeats stopped", request=request)
 
 
 def committed(
@@ -241,6 +278,35 @@ def holds(engine: str, n: int, candidate: str, manifest: str = "") -> ReceiverVe
     )
 
 
+def staged(engine: str, n: int, candidate: str, attempt: int = 1, manifest: str = "") -> EngineStaged:
+    """A member's word on an attempt: what the copy beside the served one hashes to."""
+    return EngineStaged(
+        engine=engine,
+        publication=f"pub{n}",
+        attempt=attempt,
+        load_id=L(n),
+        manifest=manifest or digest(candidate),
+        tensors=2,
+        bytes=8,
+        ms=1.0,
+    )
+
+
+def swapped(engine: str, n: int, candidate: str) -> ReceiverVerified:
+    """After the commit: what was staged is what is served."""
+    return ReceiverVerified(
+        engine=engine,
+        publication="",
+        attempt=0,
+        load_id=L(n),
+        manifest=digest(candidate),
+        method="swapped",
+        tensors=2,
+        bytes=0,
+        ms=1.0,
+    )
+
+
 def failed(engine: str, n: int, attempt: int = 1, observed: str = "") -> ReceiverFailed:
     return ReceiverFailed(
         engine=engine,
@@ -255,6 +321,39 @@ def failed(engine: str, n: int, attempt: int = 1, observed: str = "") -> Receive
 
 def left(engine: str) -> EngineLeft:
     return EngineLeft(engine=engine, reason="asked to")
+
+
+# -- what people ask for: each about one thing, decided on the head `on`
+
+
+def rollback_asked(to: int, on: int, actor: str = "ann") -> RollbackRequested:
+    return RollbackRequested(actor=actor, why="it babbles", head=L(on), scenario=S, release=L(to))
+
+
+def promotion_asked(candidate: str, on: int = 0, actor: str = "ann") -> PromotionRequested:
+    return PromotionRequested(actor=actor, why="reads well", head=L(on), scenario=S, candidate=candidate)
+
+
+def discard_asked(job: str, on: int = 0, actor: str = "ann") -> JobDiscardRequested:
+    return JobDiscardRequested(actor=actor, why="reads badly", head=L(on), scenario=S, job=job)
+
+
+def restore_asked(job: str, on: int = 0, actor: str = "ann") -> JobRestoreRequested:
+    return JobRestoreRequested(actor=actor, why="try again", head=L(on), scenario=S, job=job)
+
+
+def retire_asked(engine: str, start: int = 1, on: int = 0, actor: str = "ann") -> EngineRetireRequested:
+    boot = f"{engine}.{start}"
+    return EngineRetireRequested(actor=actor, why="hot", head=L(on), scenario=S, engine=engine, boot=boot)
+
+
+def halt_asked(n: int, on: int | None = None, actor: str = "ann") -> PublicationHaltRequested:
+    decided_on = L(n - 1 if on is None else on)
+    return PublicationHaltRequested(actor=actor, why="too slow", head=decided_on, scenario=S, publication=f"pub{n}")
+
+
+def resume_asked(component: str, on: int = 0, actor: str = "ann") -> RecoveryResumeRequested:
+    return RecoveryResumeRequested(actor=actor, why="new disk", head=L(on), component=component)
 
 
 # -- histories that many tests begin with
@@ -277,6 +376,16 @@ def trained(candidate: str, base: str = "base", step: int = 1) -> tuple[Step, ..
         ready(job, candidate, base),
         evaluated(candidate),
         selected(candidate),
+    )
+
+
+def rolled_back(n: int, candidate: str, request: int, *members: Member, parent: int | None = None) -> tuple[Step, ...]:
+    """A rollback that goes well, from its target to its commit; no sender."""
+    return (
+        rollback_target(n, candidate, request, *members, parent=parent),
+        *(fenced(each.engine, n) for each in members),
+        *(verified(each.engine, n, candidate) for each in members),
+        committed(n, candidate, *members, parent=parent),
     )
 
 

@@ -6,13 +6,14 @@ What each engine's memory really holds is kept here, so that the serving rule ca
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from typing import Literal
 
 from msgspec.structs import replace
 
 from reef_bus.core import effects as do
-from reef_bus.core import reactions
+from reef_bus.core import invariants, reactions
 from reef_bus.core.effects import Debt, Effect, Me, Policy
 from reef_bus.core.serving import may_generate
 from reef_bus.core.world import World, fold
@@ -23,15 +24,16 @@ from reef_bus.events import (
     Event,
     Member,
     Recorded,
-    ReleaseCommitted,
-    TargetPersisted,
-    TransferAborted,
 )
 from tests import facts
+from tests.judge import Audit
 from tests.spec import MILLI, SECOND, Scribe
 
 Fault = Literal["none", "fail", "lie", "lose_ack", "late", "never", "misspell"]
 FAULTS: tuple[Fault, ...] = ("none", "none", "none", "none", "fail", "lie", "lose_ack", "late", "never", "misspell")
+
+Request = Literal["rollback", "promote", "discard", "restore", "retire", "halt"]
+REQUESTS: tuple[Request, ...] = ("rollback", "promote", "discard", "restore", "retire", "halt")
 
 
 class Actor:
@@ -59,8 +61,16 @@ class Actor:
 
 
 class Fleet:
-    def __init__(self, semantics: Literal["single", "cluster"] = "single", engines: int = 3) -> None:
+    def __init__(
+        self,
+        semantics: Literal["single", "cluster"] = "single",
+        engines: int = 3,
+        publish: str = "every",
+        in_place: bool = False,
+        hold: bool = False,
+    ) -> None:
         self.semantics, self.scribe, self.truth = semantics, Scribe(), World()
+        self.policy, self.in_place, self.hold = Policy(publish=publish), in_place, hold
         self.trainer = Actor("trainer", "t")
         self.publishers = [Actor("publisher", "p0"), Actor("publisher", "p1")]
         self.engines = [Actor("engine", f"e{n}") for n in range(engines)]
@@ -90,6 +100,12 @@ class Fleet:
         actor.reboot()
         self.catch_up(actor)
 
+    def die_in_step(self) -> None:
+        """The trainer ends between its first optimizer step and a durable candidate, if it is there."""
+        job = self.truth.training.job
+        if job and job.boot == self.trainer.boot and not job.candidate:
+            self.crash(self.trainer)
+
     def lose(self, actor: Actor) -> None:
         """A supervisor records that the actor's process ended; whether it really did is another matter."""
         event = ComponentLost(component=actor.name, exit=-9)
@@ -97,6 +113,50 @@ class Fleet:
 
     def wait(self, seconds: float) -> None:
         self.scribe.now += int(seconds * SECOND)
+
+    def ask(self, kind: Request, chance: random.Random) -> None:
+        """A person asks for something: mostly on the head as it is and about what is there, else about anything."""
+        event = self._request(kind, chance)
+        if chance.random() < 0.2:
+            event = replace(event, head=facts.L(chance.randrange(9)))
+        self._store(Draft(event=event, writer="person/ann", boot="cli"), 0)
+
+    def decide(self, chance: random.Random) -> None:
+        """A person looks at the job, and decides on it if it waits for that."""
+        job = self.truth.training.job
+        asked = {request.about for request in self.truth.requests.values() if not request.refused}
+        if job and job.ambiguous and job.id not in asked:
+            self._say(chance.choice([facts.restore_asked(job.id), facts.discard_asked(job.id)]))
+        elif self.hold and job and job.evaluated and not asked & {job.id, job.candidate}:
+            promote = chance.random() < 0.8
+            self._say(facts.promotion_asked(job.candidate) if promote else facts.discard_asked(job.id))
+
+    def _say(self, event: Event) -> None:
+        """On the head as it is."""
+        now = self.truth.publications.head
+        known = replace(event, head=now.load_id if now else "")  # type: ignore[call-arg]
+        self._store(Draft(event=known, writer="person/ann", boot="cli"), 0)
+
+    def _request(self, kind: Request, chance: random.Random) -> Event:
+        world = self.truth
+        now, job, open_ = world.publications.head, world.training.job, world.publications.open
+        on = int(now.load_id.removeprefix("inc:")) if now else 0
+        releases = [int(name.removeprefix("inc:")) for name in world.publications.releases]
+        match kind:
+            case "rollback":
+                return facts.rollback_asked(chance.choice([*releases, 99]), on)
+            case "promote":
+                return facts.promotion_asked(chance.choice([*list(world.training.candidates)[-2:], "c?"]), on)
+            case "discard":
+                return facts.discard_asked(job.id if job else "j?", on)
+            case "restore":
+                return facts.restore_asked(job.id if job else "j?", on)
+            case "retire":
+                engine = chance.choice(self.engines)
+                return facts.retire_asked(engine.name, max(1, engine.starts - chance.randrange(2)), on)
+            case "halt":
+                event = facts.halt_asked(99, on)
+                return replace(event, publication=open_.id) if open_ else event
 
     def land(self) -> None:
         """What was under way arrives: compared as any append is, or, by another spelling of the filter, not at all."""
@@ -129,7 +189,7 @@ class Fleet:
                 return reactions.engine(actor.world, actor.me, Policy().deadlines)
         alive = {engine.boot for engine in self.engines} - self.slandered
         silent = {e.boot for e in actor.world.membership.engines.values()} - alive
-        return reactions.publisher(actor.world, Policy(), self.scribe.now, frozenset(silent))
+        return reactions.publisher(actor.world, self.policy, self.scribe.now, frozenset(silent))
 
     # -- hands
 
@@ -178,7 +238,7 @@ class Fleet:
         name = actor.name
         match effect:
             case do.Join():
-                return facts.trainer_joined() if actor is self.trainer else facts.joined(name)
+                return facts.trainer_joined(in_place=self.in_place) if actor is self.trainer else facts.joined(name)
             case do.Register():
                 return facts.registered()
             case do.AssembleBatch(base=base, step=step):
@@ -190,6 +250,8 @@ class Fleet:
             case do.Evaluate(candidate=candidate):
                 return facts.evaluated(candidate.id)
             case do.Decide(candidate=candidate):
+                if self.hold and fault != "fail":
+                    return None
                 return facts.rejected(candidate.id) if fault == "fail" else facts.selected(candidate.id)
             case do.OfferWeights(publication=open_):
                 word = facts.offer_failed(0) if fault == "fail" else facts.offered(0, open_.candidate)
@@ -223,10 +285,10 @@ class Fleet:
                 assert self.audit.committed.get(head.load_id) == head.manifest
                 assert Member(engine.name, engine.boot) not in self.audit.fence(engine.world.seq), "generates, fenced"
 
-    def settle(self, seconds: int = 1500) -> None:
-        """Faults off: time passes, everybody reads and acts. Invariant 12 is that this ends."""
+    def settle(self, seconds: int = 1500, seed: int = 0) -> None:
+        """Faults off: time passes, everybody reads and acts, people too. Invariant 12 is that this ends."""
         self.dispatching, self.slandered = False, frozenset()
-        end = self.scribe.now + seconds * SECOND
+        end, chance = self.scribe.now + seconds * SECOND, random.Random(seed)
         self.land()
         while not self.done():
             assert self.scribe.now < end, [f"{r.seq} {r.name} {r.boot}" for r in self.log[-20:]]
@@ -235,78 +297,13 @@ class Fleet:
                 self.catch_up(actor)
                 moved |= self.act(actor)
                 self.check()
+            self.decide(chance)
             self.wait(0 if moved else 5)
+        assert [v.text for v in invariants.check(self.log, [], None).violations] == []
 
     def done(self) -> bool:
         world = self.truth
         ended = all(c in world.publications.ended for c in world.training.selected)
         idle = world.publications.open is None and world.training.job is None and world.training.scenario != ""
-        return ended and idle and all(may_generate(world, e.name, e.boot) for e in self.engines)
-
-
-class Audit:
-    """The invariants of protocol.md section 8, from the events alone: no fold, no world."""
-
-    def __init__(self) -> None:
-        self.committed: dict[str, str] = {}
-        self.named: dict[str, str] = {}
-        self.head = ""
-        self.sequence = 0
-        self.job = ""
-        self.publication = ""
-        self.attempt = (0, frozenset[Member]())
-        self.words: dict[tuple[str, str, int], Event] = {}
-        self.fences: list[tuple[int, frozenset[Member]]] = [(0, frozenset())]
-
-    def fence(self, seq: int) -> frozenset[Member]:
-        """Whom a fence covered after the event at `seq`."""
-        return next(members for since, members in reversed(self.fences) if since <= seq)
-
-    def saw(self, recorded: Recorded) -> None:
-        self._saw(recorded)
-        covered = self.attempt[1] if self.publication else frozenset()
-        if covered != self.fences[-1][1]:
-            self.fences.append((recorded.seq, covered))
-
-    def _saw(self, recorded: Recorded) -> None:
-        event, name = recorded.event, recorded.name
-        if name == "ScenarioRegistered":
-            self.head, self.committed["inc:0"] = "inc:0", facts.digest("base")
-        elif name == "JobDispatched":
-            assert not self.job, "two open jobs"
-            self.job = event.job  # type: ignore[attr-defined]
-        elif name in ("JobDropped", "CandidateSelected", "CandidateRejected"):
-            assert self.job, f"{name} without a job"
-            self.job = ""
-        elif name in ("ReceiverVerified", "ReceiverFailed"):
-            key = (recorded.boot, event.publication, event.attempt)  # type: ignore[attr-defined]
-            self.words.setdefault(key, event)
-        elif isinstance(event, TargetPersisted):
-            self._target(event)
-        elif isinstance(event, TransferAborted):
-            assert self.publication == event.publication and self.attempt[0] == event.attempt and event.members
-            assert event.next_attempt <= 3 and not set(event.members) & set(event.excluded)
-            self.attempt = event.next_attempt, frozenset(event.members)
-        elif isinstance(event, ReleaseCommitted):
-            self._commit(event)
-        elif name == "PublicationHalted":
-            self.publication = ""
-
-    def _target(self, event: TargetPersisted) -> None:
-        number = int(event.load_id.removeprefix("inc:"))
-        assert not self.publication and number > self.sequence and event.parent == self.head and event.members
-        assert event.load_id not in self.named
-        self.named[event.load_id], self.sequence = event.manifest, number
-        self.publication, self.attempt = event.publication, (1, frozenset(event.members))
-
-    def _commit(self, event: ReleaseCommitted) -> None:
-        members = self.attempt[1]
-        assert event.publication == self.publication and event.attempt == self.attempt[0] and members
-        assert {Member(e.engine, e.boot) for e in event.evidence} == members
-        assert self.named[event.load_id] == event.manifest
-        for member in members:
-            word = self.words[member.boot, event.publication, event.attempt]
-            said = (type(word).__name__, word.load_id, word.manifest)  # type: ignore[attr-defined]
-            assert said == ("ReceiverVerified", event.load_id, event.manifest)
-        self.head, self.publication = event.load_id, ""
-        self.committed[event.load_id] = event.manifest
+        answered = not world.requests and not self.audit.pending
+        return ended and idle and answered and all(may_generate(world, e.name, e.boot) for e in self.engines)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from reef_bus.core import reactions
-from reef_bus.core.effects import Debt, Effect, Me, Policy
+from reef_bus.core.effects import Append, Debt, Effect, Me, Policy
 from reef_bus.core.serving import may_generate
 from reef_bus.core.world import World, fold
 from reef_bus.envelope import identify, payload
@@ -62,7 +62,8 @@ class Scribe:
         self.now += MILLI + int(said.after_s * SECOND)
         event, chain = said.event, said.event.chain
         boot = said.boot or self._boot(event)
-        prev = self.tails.get(chain, 0) if said.prev is None else said.prev
+        last = 0 if event.family == "operator" else self.tails.get(chain, 0)  # requests are compared with nothing
+        prev = last if said.prev is None else said.prev
         return self.store(Draft(event=event, writer=f"{event.family}/{event.key}", boot=boot), prev)
 
     def store(self, draft: Draft, prev: int) -> Recorded:
@@ -198,10 +199,23 @@ def engine_debts(world: World, engine: str, boot: str = "") -> list[Debt]:
     return reactions.engine(world, Me(engine, boot or f"{engine}.1"), Policy().deadlines)
 
 
-def publisher_debts(world: World, now: int, silent: tuple[str, ...] = (), transport: str = "tcp") -> list[Debt]:
-    return reactions.publisher(world, Policy(transport=transport), now, frozenset(silent))
+def publisher_debts(
+    world: World, now: int, silent: tuple[str, ...] = (), transport: str = "tcp", publish: str = "every"
+) -> list[Debt]:
+    return reactions.publisher(world, Policy(transport=transport, publish=publish), now, frozenset(silent))
 
 
 def only(debts: list[Debt]) -> Effect:
     assert len(debts) == 1, debts
     return debts[0].effect
+
+
+def facts_of(debts: list[Debt]) -> list[Event]:
+    """The facts among what is owed: what needs nothing but to be appended."""
+    return [debt.effect.event for debt in debts if isinstance(debt.effect, Append)]
+
+
+def fact(debts: list[Debt]) -> Event:
+    found = facts_of(debts)
+    assert len(found) == len(debts) == 1, debts
+    return found[0]

@@ -18,6 +18,7 @@ from reef_bus.events import Event
 from reef_bus.journal import Beat, Journal
 from reef_bus.runner import Role
 
+SECOND = 1_000_000_000
 DEAF_S = 2.0  # the loop asks every few hundred ms: after a longer pause this process was stopped, and heard nobody
 
 
@@ -51,12 +52,20 @@ class Publisher(Role):
 
     def __init__(self, config: Config, me: Me, heartbeats: Heartbeats) -> None:
         super().__init__(me)
-        self.policy = config.policy(me.id)
+        self.policy = config.policy()
+        self.patience = int(config.patience_s(me.id) * SECOND)
         self.heartbeats = heartbeats
+        self._since: dict[str, int] = {}
 
     def react(self, world: World, now: int) -> Sequence[Debt]:
         boots = [engine.boot for engine in world.membership.engines.values()]
-        return reactions.publisher(world, self.policy, now, self.heartbeats.silent(boots))
+        return self._patient(reactions.publisher(world, self.policy, now, self.heartbeats.silent(boots)), now)
+
+    def _patient(self, debts: Sequence[Debt], now: int) -> Sequence[Debt]:
+        """A standby leaves a fresh debt to whoever acts first. Counted by this process's clock alone, debt by debt: a
+        busy log, or a clock that differs from the broker's, makes no standby wait for ever."""
+        self._since = {debt.key: min(self._since.get(debt.key, now), now) for debt in debts}
+        return [debt for debt in debts if now - self._since[debt.key] >= self.patience]
 
     async def perform(self, debt: Debt, scope: contextlib.AsyncExitStack) -> Event | None:
         raise AssertionError(f"a publisher only appends, and was asked for {debt.effect}")

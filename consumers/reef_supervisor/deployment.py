@@ -22,6 +22,7 @@ from reef_bus.errors import Rejected
 from reef_bus.events import Recorded
 from reef_bus.jetstream import connect
 from reef_bus.journal import Journal
+from reef_bus.origin import blobs_in
 from reef_bus.runner import Runner, blocking
 
 CONFIG_FILE = "deployment.json"
@@ -45,7 +46,7 @@ class Deployment:
         self.journal = journal
         self.supervisor = supervisor
         self.server = server
-        self.runner = Runner(journal, supervisor)
+        self.runner = Runner(journal, supervisor, fetch=blobs_in(config.folder("artifacts")))
         self.failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     @property

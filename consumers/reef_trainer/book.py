@@ -74,7 +74,8 @@ class RecordBook:
         return lag(self.world, load_id, base, self.config.training.max_staleness)
 
     def _hopeless(self, load_id: str) -> bool:
-        """Known, and already too far behind the head: every future base is the head or descends from it."""
+        """Known, and already too far behind the head: every future base is the head or descends from it. A rollback may
+        bring older weights back; answers of theirs that were forgotten before stay so."""
         published = self.world.publications
         return (
             published.head is not None

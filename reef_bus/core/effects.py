@@ -33,14 +33,13 @@ class Restarts(msgspec.Struct, frozen=True, rename="kebab", forbid_unknown_field
 
 
 class Policy(msgspec.Struct, frozen=True, kw_only=True):
-    """What a publisher decides by, beside the log. `publish` is `every` candidate in its turn, or the `latest` one;
-    a standby has `patience_s`: it acts only when nothing was written for as long, so that two rarely collide."""
+    """What a publisher decides by, beside the log. `publish` is `every` candidate in its turn, or the `latest` one."""
 
     transport: str = "tcp"
+    mode: str = "fenced"
     pause: str = "drain"
     publish: str = "every"
     deadlines: Deadlines = Deadlines()
-    patience_s: float = 0.0
 
 
 class Effect(msgspec.Struct, frozen=True):
@@ -104,8 +103,8 @@ class Fence(Effect, frozen=True):
     attempt: int
 
 
-class Receive(Effect, frozen=True):
-    """Receive the target from the ticket into fenced memory and hash it; ends in a report."""
+class Ingress(Effect, frozen=True):
+    """What lets the target's bytes in, for one attempt."""
 
     publication: str
     attempt: int
@@ -117,8 +116,17 @@ class Receive(Effect, frozen=True):
     stall_s: float
 
 
+class Receive(Ingress, frozen=True):
+    """Receive the target from the ticket into fenced memory and hash it; ends in a report."""
+
+
+class Stage(Ingress, frozen=True):
+    """Receive the target beside what goes on serving and hash it there; ends in `EngineStaged` or `ReceiverFailed`."""
+
+
 class VerifyHead(Effect, frozen=True):
-    """Prove the head in memory, loading its artifact if need be; ends in `ReceiverVerified`, or ends the boot."""
+    """Prove the head in memory, by swapping in what was staged or loading its artifact if need be; ends in
+    `ReceiverVerified`, or ends the boot."""
 
     load_id: str
     manifest: str

@@ -22,7 +22,7 @@ from reef_bus.events import (
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
     """One request. `about` is what it names: a release, candidate, job, boot, publication or component. `refused` says
-    why it was dead when it arrived, if it was."""
+    why it can never be met any more: it was dead when it arrived, or was overtaken."""
 
     seq: int
     name: str
@@ -60,6 +60,6 @@ def answered(pending: dict[int, Request], event: Event) -> None:
 
 
 def wanted(pending: dict[int, Request], kind: type[Event], about: str | None = None) -> Request | None:
-    """The oldest request of a kind (about one thing) that was in order when it arrived."""
+    """The oldest request of a kind (about one thing) that can be met."""
     found = (r for r in pending.values() if r.name == kind.__name__ and not r.refused and about in (None, r.about))
     return next(found, None)

@@ -234,6 +234,11 @@ CHANGES: Mapping[type[Event], Callable[[Training, Recorded, Any], None]] = {
 }
 
 
+def in_step(job: Job) -> bool:
+    """Some boot may be changing its incumbent for the job just now: what it would leave behind, nobody knows."""
+    return job.in_place and not job.ambiguous and not job.candidate
+
+
 def links(training: Training, candidate: str, ancestor: str, limit: int) -> int | None:
     """Links in the base chain from `candidate` back to `ancestor`: 0 for itself, None if not within `limit`."""
     for count in range(limit + 1):

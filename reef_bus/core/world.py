@@ -14,10 +14,11 @@ import msgspec
 from reef_bus.core import membership, publication, requests, supervision, training
 from reef_bus.core.ids import LoadId
 from reef_bus.core.membership import Membership
-from reef_bus.core.publication import SUPERSEDED, Publications
+from reef_bus.core.publication import STAGED, SUPERSEDED, Publications
 from reef_bus.core.requests import Request
+from reef_bus.core.start import Start, begin, why_not
 from reef_bus.core.supervision import Component
-from reef_bus.core.training import Training, links
+from reef_bus.core.training import Training, in_step, links
 from reef_bus.core.void import RULES, Tail, advance, why_void
 from reef_bus.errors import ContractError
 from reef_bus.events import (
@@ -38,7 +39,8 @@ from reef_bus.events import (
 
 
 class World(msgspec.Struct):
-    """The state after the event at `seq`. Mutated by `fold` alone; everybody else only reads."""
+    """The state after the event at `seq`. Mutated by `fold` alone; everybody else only reads, but for `start`: what the
+    blob holds that a `LogOpened` names is part of the log, and its reader puts it there before that event."""
 
     seq: int = 0
     last_id: str = ""
@@ -51,6 +53,7 @@ class World(msgspec.Struct):
     membership: Membership = msgspec.field(default_factory=Membership)
     components: dict[str, Component] = {}
     requests: dict[int, Request] = {}
+    start: Start | None = None
 
     def tail(self, family: str) -> int:
         """The sequence of the family's last stored event: what the next one names as `prev`."""
@@ -69,6 +72,7 @@ def fold(world: World, recorded: Recorded) -> str:
     void = why_void(tail, recorded)
     if not void:
         _check(world, recorded)
+        _check_start(recorded, world.start)
         _evolve(world, recorded)
     world.tails[family] = tail
     advance(tail, recorded, void=bool(void))
@@ -95,6 +99,8 @@ def _evolve(world: World, recorded: Recorded) -> None:
         case "deployment":
             if type(event) is LogOpened:
                 world.incarnation = event.incarnation
+                if world.start is not None:
+                    _begin(world, world.start)
             supervision.evolve(world.components, recorded)
         case "operator":
             asked = requests.request(recorded)
@@ -102,6 +108,22 @@ def _evolve(world: World, recorded: Recorded) -> None:
             world.requests[recorded.seq] = msgspec.structs.replace(asked, refused=why)
     if world.requests:
         requests.answered(world.requests, event)
+        _overtake(world)
+
+
+def _begin(world: World, start: Start) -> None:
+    begin(world.training, world.publications, start)
+    world.start = None
+    if start.scenario:
+        world.tails["train"] = Tail(registered=True)
+
+
+def _overtake(world: World) -> None:
+    """A request that cannot be met at some point of the log is dead from there on, whatever becomes possible later: so
+    only one of those who could answer it ever does, and nobody acts on what was decided in another situation."""
+    for seq, asked in world.requests.items():
+        if not asked.refused and (why := refusal(world, asked)):
+            world.requests[seq] = msgspec.structs.replace(asked, refused=why)
 
 
 def _cast_out(world: World, time: int) -> None:
@@ -136,6 +158,23 @@ def _check_restored(world: World, recorded: Recorded, event: TrainerRestored) ->
         _contradiction(recorded, f"{event.candidate} was never a candidate")
 
 
+def _check_start(recorded: Recorded, start: Start | None) -> None:
+    """A log that goes on from another one does so from exactly its last event, in numbers too."""
+    event = recorded.event
+    named = event.start if isinstance(event, LogOpened) else None
+    if (named is None) != (start is None):
+        _contradiction(recorded, f"its start is blob {named.digest if named else 'none'}, which was not read along")
+    if start is None or not isinstance(event, LogOpened):
+        return
+    if (start.seq, start.id) != (event.predecessor_seq, event.predecessor_id):
+        found = f"event {event.predecessor_seq} {event.predecessor_id}"
+        _contradiction(recorded, f"it follows {found}, its start is the state after {start.seq} {start.id}")
+    if recorded.seq != start.seq + 1:
+        _contradiction(recorded, f"its predecessor ends at {start.seq}")
+    if why := why_not(start):
+        _contradiction(recorded, f"its start contradicts itself: {why}")
+
+
 def _check_candidate(world: World, recorded: Recorded, event: CandidateReady) -> None:
     """The base chain is never bent: a second candidate of one name could turn it into a circle."""
     job = world.training.job
@@ -146,7 +185,7 @@ def _check_candidate(world: World, recorded: Recorded, event: CandidateReady) ->
 
 
 def _check_target(world: World, recorded: Recorded, event: TargetPersisted) -> None:
-    if event.sender == "artifact":
+    if event.request or event.sender == "artifact":
         _check_rollback(world, recorded, event)
     else:
         _check_update(world, recorded, event)
@@ -161,7 +200,7 @@ def _check_update(world: World, recorded: Recorded, event: TargetPersisted) -> N
     elif (event.manifest, event.weights) != (candidate.manifest, candidate.weights):
         found = f"manifest {event.manifest} in blob {event.weights.digest}"
         _contradiction(recorded, f"it names {found}, its candidate {candidate.manifest} in {candidate.weights.digest}")
-    if world.publications.ended.get(event.candidate) in ("halted", "refused", SUPERSEDED):
+    if event.candidate in world.publications.ended:
         _contradiction(recorded, f"candidate {event.candidate} was {world.publications.ended[event.candidate]}")
     _check_attempt(world, recorded, event)
 
@@ -170,7 +209,7 @@ def _check_rollback(world: World, recorded: Recorded, event: TargetPersisted) ->
     """Old content under a new load id: what was committed before, and what somebody asked for."""
     head, asked = world.publications.head, world.requests.get(event.request)
     release = world.publications.releases.get(asked.about) if asked and asked.name == "RollbackRequested" else None
-    if asked is None or release is None:
+    if asked is None or release is None or event.sender != "artifact":
         _contradiction(recorded, f"no rollback was asked for at {event.request}, or it was answered before")
     if head is None or event.parent != head.load_id or asked.head != head.load_id:
         _contradiction(recorded, f"the rollback at {event.request} was decided on {asked.head}, which is not the head")
@@ -219,8 +258,13 @@ def _check_commit(world: World, recorded: Recorded, event: ReleaseCommitted) -> 
     for member in open_.members:
         report = world.membership.report(member.boot, open_.id, open_.attempt)
         if report is None or not agrees(report, open_):
-            said = (report.failure or report.manifest) if report else "nothing"
-            _contradiction(recorded, f"{member.engine} boot {member.boot} reported {said}, not the target's digest")
+            said = "nothing" if report is None else report.failure or f"{_kind(report.staged)} {report.manifest}"
+            wanted = _kind(open_.mode == STAGED)
+            _contradiction(recorded, f"{member.engine} boot {member.boot} reported {said}, not the target's {wanted}")
+
+
+def _kind(staged: bool) -> str:
+    return "staged digest" if staged else "digest"
 
 
 CHECKS: Mapping[type[Event], Callable[[World, Recorded, Any], None]] = {
@@ -235,8 +279,9 @@ CHECKS: Mapping[type[Event], Callable[[World, Recorded, Any], None]] = {
 
 
 def agrees(report: membership.Report, target: publication.Publication) -> bool:
-    """The report is a proof of the target: load id and digest, without a failure."""
-    return not report.failure and (report.load_id, report.manifest) == (target.load_id, target.manifest)
+    """The report is a proof of the target: load id and digest, of the copy that its mode writes, without a failure."""
+    found = report.load_id, report.manifest, report.staged
+    return not report.failure and found == (target.load_id, target.manifest, target.mode == STAGED)
 
 
 def reaches_head(world: World, candidate: str) -> bool:
@@ -270,7 +315,7 @@ def refusal(world: World, asked: Request) -> str:
             held = job is not None and job.candidate == about and job.evaluated
             return "" if held else "not_held"
         case "JobDiscardRequested":
-            return "" if job is not None and job.id == about else "not_open"
+            return ("in_step" if in_step(job) else "") if job is not None and job.id == about else "not_open"
         case "JobRestoreRequested":
             return "" if job is not None and job.id == about and job.ambiguous else "not_ambiguous"
         case "EngineRetireRequested":

@@ -35,7 +35,7 @@ class PromotionRequested(OperatorEvent, frozen=True, kw_only=True):
 
 
 class JobDiscardRequested(OperatorEvent, frozen=True, kw_only=True):
-    """A job that is ambiguous, or whose candidate is held for review, shall end without a candidate."""
+    """An open job shall end without a candidate, unless a trainer that mutates in place is inside its step."""
 
     scenario: str
     job: str

@@ -35,6 +35,10 @@ CONFIG = Config(
 )
 
 
+def in_mode(mode: str) -> Config:
+    return msgspec.structs.replace(CONFIG, publication=msgspec.structs.replace(CONFIG.publication, mode=mode))
+
+
 class Live:
     """The deployment, its client, and every event since this process began to watch."""
 
@@ -87,7 +91,7 @@ class Live:
 
     async def audit(self) -> Audit:
         history = await read_history(self.running.journal, ArtifactStore(self.running.config.folder("artifacts")))
-        return check(history.log, history.records, history.batches)
+        return check(history.log, history.records, history.batches, history.start)
 
 
 @contextlib.asynccontextmanager

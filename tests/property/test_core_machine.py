@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from tests.fleet import FAULTS, Fault, Fleet
+from tests.fleet import FAULTS, REQUESTS, Fault, Fleet, Request
 
 ACTORS = st.integers(0, 5)
 ENGINES = st.integers(0, 2)
@@ -21,9 +21,16 @@ ENGINES = st.integers(0, 2)
 class Deployment(RuleBasedStateMachine):
     fleet: Fleet
 
-    @initialize(semantics=st.sampled_from(["single", "cluster"]), rounds=st.integers(0, 40))
-    def begin(self, semantics: str, rounds: int) -> None:
-        self.fleet = Fleet("cluster" if semantics == "cluster" else "single")
+    @initialize(
+        semantics=st.sampled_from(["single", "cluster"]),
+        publish=st.sampled_from(["every", "latest"]),
+        in_place=st.booleans(),
+        hold=st.booleans(),
+        rounds=st.integers(0, 40),
+    )
+    def begin(self, semantics: str, publish: str, in_place: bool, hold: bool, rounds: int) -> None:
+        known = "cluster" if semantics == "cluster" else "single"
+        self.fleet = Fleet(known, publish=publish, in_place=in_place, hold=hold)
         self.rounds(rounds)
 
     @rule(who=ACTORS, events=st.integers(0, 6), fault=st.sampled_from(FAULTS))
@@ -45,12 +52,26 @@ class Deployment(RuleBasedStateMachine):
         self.fleet.crash(self.fleet.actors[who])
 
     @rule()
+    def die_in_step(self) -> None:
+        self.fleet.die_in_step()
+
+    @rule()
     def land(self) -> None:
         self.fleet.land()
 
     @rule(seconds=st.sampled_from([0.1, 11.0, 31.0]))
     def wait(self, seconds: float) -> None:
         self.fleet.wait(seconds)
+
+    @rule(kind=st.sampled_from(REQUESTS), seed=st.integers(0, 99))
+    def ask(self, kind: Request, seed: int) -> None:
+        """A person asks, on the right head or not, about what is there or not."""
+        self.fleet.ask(kind, random.Random(seed))
+
+    @rule(seed=st.integers(0, 99))
+    def decide(self, seed: int) -> None:
+        """A person decides on a job that waits for one."""
+        self.fleet.decide(random.Random(seed))
 
     @rule(engines=st.sets(ENGINES, max_size=2))
     def slander(self, engines: set[int]) -> None:
@@ -94,20 +115,28 @@ def test_without_faults_everything_is_released() -> None:
     assert (fleet.truth.void, found.excluded) == (0, {})
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(16))
 def test_long_runs_with_faults_end_well(seed: int) -> None:
+    """Every choice of a deployment twice."""
     chance = random.Random(seed)
-    fleet = Fleet("cluster" if seed % 2 else "single")
-    for _ in range(400):
+    publish = "latest" if seed & 2 else "every"
+    fleet = Fleet("cluster" if seed & 1 else "single", publish=publish, in_place=bool(seed & 4), hold=bool(seed & 8))
+    for _ in range(500):
         actor = chance.choice(fleet.actors)
         fleet.catch_up(actor, chance.choice([1, 3, 99]))
         fleet.act(actor, chance.choice(FAULTS) if chance.random() < 0.3 else "none")
         if chance.random() < 0.02:
             fleet.crash(chance.choice(fleet.actors))
+        if chance.random() < 0.05:
+            fleet.die_in_step()
         if chance.random() < 0.1:
             fleet.land()
         if chance.random() < 0.02:
             fleet.wait(chance.choice([1, 11, 31]))
+        if chance.random() < 0.03:
+            fleet.ask(chance.choice(REQUESTS), chance)
+        if chance.random() < 0.2:
+            fleet.decide(chance)
         fleet.check()
-    fleet.settle()
+    fleet.settle(seed=seed)
     assert len(fleet.truth.publications.releases) > 1, "the run released nothing: it tests nothing"

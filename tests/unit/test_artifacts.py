@@ -217,3 +217,23 @@ def test_a_missing_artifact_is_refused_with_its_path(store: ArtifactStore) -> No
     with pytest.raises(TransferError, match=str(store.path("0" * 64))) as caught:
         load_weights(store, "0" * 64, pieces(), describe(pieces()))
     assert caught.value.cause == "refused"
+
+
+def test_a_blob_is_kept_from_another_store_once_and_mended(store: ArtifactStore, tmp_path: Path) -> None:
+    """By a link on the same disk; a damaged one is replaced, a damaged source never taken."""
+    other = ArtifactStore(tmp_path / "other")
+    blob = other.put(b"reef")
+    assert store.keep(blob.digest, other.path(blob.digest)) is True
+    assert store.keep(blob.digest, other.path(blob.digest)) is False
+    assert store.path(blob.digest).stat().st_ino == other.path(blob.digest).stat().st_ino
+    store.path(blob.digest).unlink()
+    store.path(blob.digest).write_bytes(b"rot!")
+    assert store.keep(blob.digest, other.path(blob.digest)) is True and store.get(blob.digest) == b"reef"
+    for path in (store.path(blob.digest), other.path(blob.digest)):
+        path.unlink()
+    with pytest.raises(ContractError, match=f"no blob at {other.path(blob.digest)}"):
+        store.keep(blob.digest, other.path(blob.digest))
+    other.path(blob.digest).write_bytes(b"rot!")
+    with pytest.raises(ContractError, match=f"{other.path(blob.digest)} is damaged: its bytes hash to"):
+        store.keep(blob.digest, other.path(blob.digest))
+    assert files_under(store.root) == []

@@ -16,6 +16,7 @@ import msgspec
 from reef_bus.core.ids import BASE, LoadId, parse_load_id
 from reef_bus.core.invariants.findings import Findings
 from reef_bus.core.invariants.records import Answers, Batches, consume
+from reef_bus.core.start import Start
 from reef_bus.errors import ContractError
 from reef_bus.events import (
     Blob,
@@ -24,6 +25,7 @@ from reef_bus.events import (
     CandidateSelected,
     EngineFenced,
     EngineJoined,
+    EngineStaged,
     Event,
     Evidence,
     JobDiscarded,
@@ -58,7 +60,7 @@ class Said(NamedTuple):
     """A member's first report on an attempt."""
 
     seq: int
-    event: ReceiverVerified | ReceiverFailed
+    event: EngineStaged | ReceiverVerified | ReceiverFailed
 
 
 class Open(NamedTuple):
@@ -77,8 +79,8 @@ Wrong = Iterator[tuple[int | str, str]]
 
 
 class Ledger(msgspec.Struct, kw_only=True):
-    """What the events said so far. `ended` says how a candidate ended; `stops` are, by boot, the fences raised for the
-    attempt that was then open: a stale one, stored late, proves no drain."""
+    """What the events said so far. `ended` says how a candidate ended; `stops` are, by boot, its swaps and the fences
+    raised for the attempt that was then open: a stale one, stored late, proves no drain."""
 
     findings: Findings
     answers: Answers
@@ -107,6 +109,19 @@ class Ledger(msgspec.Struct, kw_only=True):
     proofs: int = 0
 
 
+def seed(ledger: Ledger, start: Start) -> None:
+    """Take up what the predecessor's log had shown, which is audited with that log."""
+    ledger.sequence, ledger.head, ledger.ended = start.sequence, start.head, dict(start.ended)
+    ledger.selected = dict.fromkeys((BASE, *start.selected), start.seq) if start.scenario else {}
+    for candidate in start.candidates:
+        ledger.contents[candidate.id] = Content(candidate.base, candidate.manifest, candidate.weights)
+    for release in start.releases:
+        ledger.digests[release.load_id] = release.manifest
+        if release.load_id == start.head:
+            ledger.head_candidate = release.candidate
+    ledger.answers.begin, ledger.answers.floor, ledger.answers.taken = start.seq, start.floor, frozenset(start.taken)
+
+
 def note(ledger: Ledger, recorded: Recorded) -> None:
     """Enter one event that is not void."""
     entry = ENTRIES.get(type(recorded.event))
@@ -129,9 +144,11 @@ def _join(ledger: Ledger, recorded: Recorded, event: EngineJoined) -> None:
     ledger.engines.add(event.engine)
 
 
-def _report(ledger: Ledger, recorded: Recorded, event: ReceiverVerified | ReceiverFailed) -> None:
+def _report(ledger: Ledger, recorded: Recorded, event: EngineStaged | ReceiverVerified | ReceiverFailed) -> None:
     word = (recorded.boot, event.publication, event.attempt)
     ledger.reports.setdefault(word, Said(recorded.seq, event))
+    if type(event) is ReceiverVerified and event.method == "swapped":
+        ledger.stops.setdefault(recorded.boot, []).append(recorded.seq)
 
 
 def _fence(ledger: Ledger, recorded: Recorded, event: EngineFenced) -> None:
@@ -199,6 +216,7 @@ def _halt(ledger: Ledger, recorded: Recorded, event: PublicationHalted) -> None:
 def _refuse(ledger: Ledger, recorded: Recorded, event: PublicationRefused) -> None:
     seq = recorded.seq
     if event.request:
+        ledger.rollbacks.pop(event.request, None)
         return
     if event.candidate in ledger.targeted:
         text = f"candidate {event.candidate} is refused at {seq}, after its target had raised a fence"
@@ -263,6 +281,8 @@ def _wrong_ancestry(ledger: Ledger, event: TargetPersisted) -> Wrong:
     if content is None or event.candidate not in ledger.selected:
         yield "decision", "which no trainer had selected"
         return
+    if event.candidate in ledger.ended and event.candidate not in ledger.refused:
+        yield "decision", f"which was {ledger.ended[event.candidate]} before, and no rollback asked for it"
     base = content.base
     while base != ledger.head_candidate and ledger.ended.get(base) == SUPERSEDED:
         base = ledger.contents[base].base
@@ -321,6 +341,11 @@ def _wrong_proof(ledger: Ledger, open_: Open, evidence: Evidence) -> Wrong:
         yield 7, f"{who} never reported on attempt {open_.attempt}"
     elif isinstance(said.event, ReceiverFailed):
         yield 7, f"{who} first reported a failure at {said.seq}: {said.event.cause}"
+    elif isinstance(said.event, EngineStaged) != (target.mode == "staged"):
+        yield (
+            7,
+            f"{who} first said {type(said.event).__name__} at {said.seq}, which proves nothing in mode {target.mode}",
+        )
     elif (said.event.load_id, said.event.manifest) != (target.load_id, target.manifest):
         yield 7, f"{who} verified {said.event.load_id} {said.event.manifest} at {said.seq}; not {target.manifest}"
     elif (evidence.engine, evidence.seq, evidence.manifest) != (said.event.engine, said.seq, said.event.manifest):
@@ -343,6 +368,7 @@ ENTRIES: Mapping[type[Event], Callable[[Ledger, Recorded, Any], None]] = {
     RollbackRequested: _ask,
     EngineJoined: _join,
     EngineFenced: _fence,
+    EngineStaged: _report,
     ReceiverVerified: _report,
     ReceiverFailed: _report,
     ScenarioRegistered: _register,

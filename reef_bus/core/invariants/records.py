@@ -59,12 +59,16 @@ class Feedback(NamedTuple):
 
 class Answers(msgspec.Struct):
     """RECORDS by id. `first` is each record's first report, the one that counts; `consumed` the LOG sequence of the
-    job that took each record."""
+    job that took each record. Up to LOG `begin`, jobs of the log's predecessor had taken RECORDS up to `floor`, or
+    given them up, and `taken` above it."""
 
     by_id: dict[str, Answer] = {}
     reports: dict[str, Feedback] = {}
     first: dict[str, Feedback] = {}
     consumed: dict[str, int] = {}
+    begin: int = 0
+    floor: int = 0
+    taken: frozenset[int] = frozenset()
 
 
 def index(records: Sequence[Recorded], findings: Findings) -> Answers:
@@ -124,6 +128,8 @@ def _spend(answers: Answers, seq: int, record: str, at: int) -> Iterator[str]:
     answer, feedback, before = answers.by_id.get(record), answers.first.get(record), answers.consumed.get(record)
     if before:
         yield "named twice in its batch" if before == seq else f"which the job at LOG {before} had consumed"
+    elif at <= answers.floor or at in answers.taken:
+        yield f"which a job up to LOG {answers.begin}, before this log began, had consumed or given up"
     answers.consumed[record] = seq
     if answer is None:
         yield "which was never recorded"

@@ -13,9 +13,10 @@ import msgspec
 
 from reef_bus.core.ids import BASE
 from reef_bus.core.invariants.findings import Audit, Final, Findings, Rewards
-from reef_bus.core.invariants.ledger import Ledger, note
+from reef_bus.core.invariants.ledger import Ledger, note, seed
 from reef_bus.core.invariants.records import Answer, Batches, index
 from reef_bus.core.serving import fenced, holds_head, live, may_generate
+from reef_bus.core.start import Start
 from reef_bus.core.void import Tail
 from reef_bus.core.world import World, fold
 from reef_bus.errors import ContractError
@@ -32,17 +33,22 @@ class Folded(NamedTuple):
     world: World
 
 
-def check(log: Iterable[Recorded], records: Sequence[Recorded], batches: Batches | None) -> Audit:
+def check(
+    log: Iterable[Recorded], records: Sequence[Recorded], batches: Batches | None, start: Start | None = None
+) -> Audit:
     """Audit a history: LOG and RECORDS from their beginnings, and what its jobs' batches say (None: none at hand).
+    `start` is what LOG goes on from; what was before it is audited with its predecessor.
 
     RECORDS must hold what LOG's jobs consumed, and LOG what RECORDS' answers stood on. Never raises for what it finds.
     """
     events, findings = tuple(log), Findings()
     ledger = Ledger(findings=findings, answers=index(records, findings), batches=batches)
-    folded = _fold(events, ledger)
+    if start is not None:
+        seed(ledger, start)
+    folded = _fold(events, ledger, start)
     _check_drains(ledger)
-    _replay(folded, findings)
-    _fold_without_voids(folded, findings)
+    _replay(folded, start, findings)
+    _fold_without_voids(folded, start, findings)
     if batches is None and ledger.jobs:
         findings.unchecked.append(f"what {ledger.jobs} jobs consumed (invariant 6): their batches are not at hand")
     return _audit(folded, ledger, len(events))
@@ -51,16 +57,18 @@ def check(log: Iterable[Recorded], records: Sequence[Recorded], batches: Batches
 # -- fold and judge
 
 
-def _fold(events: Sequence[Recorded], ledger: Ledger) -> Folded:
+def _fold(events: Sequence[Recorded], ledger: Ledger, start: Start | None) -> Folded:
     """One pass. Answers come in where they say that they were given; the ledger gets what is not void."""
-    world, voids, findings = World(), set[int](), ledger.findings
-    waiting, judged = sorted(ledger.answers.by_id.values(), key=lambda answer: answer.event.as_of), 0
+    world, voids, findings = World(start=start), set[int](), ledger.findings
+    waiting, judged = _waiting(ledger), 0
+    begin = start.seq if start else 0
     for count, recorded in enumerate(events):
         while judged < len(waiting) and waiting[judged].event.as_of < recorded.seq:
             _judge(world, waiting[judged], findings)
             judged += 1
-        if recorded.seq != world.seq + 1:
-            findings.add("gap", f"LOG goes on at {recorded.seq}; expected {world.seq + 1}", [recorded.seq])
+        expected = (world.seq or begin) + 1
+        if recorded.seq != expected:
+            findings.add("gap", f"LOG goes on at {recorded.seq}; expected {expected}", [recorded.seq])
         try:
             void = fold(world, recorded)
         except ContractError as error:
@@ -73,6 +81,22 @@ def _fold(events: Sequence[Recorded], ledger: Ledger) -> Folded:
     for answer in waiting[judged:]:
         _judge(world, answer, findings)
     return Folded(events, frozenset(voids), world)
+
+
+def _waiting(ledger: Ledger) -> list[Answer]:
+    """The answers to judge, by where they say that they were given. Of what was given before this log began, only the
+    release is known."""
+    answers, findings = sorted(ledger.answers.by_id.values(), key=lambda answer: answer.event.as_of), ledger.findings
+    begin = ledger.answers.begin
+    early = [answer for answer in answers if 0 < answer.event.as_of <= begin]
+    for seq, event in early:
+        if event.load_id not in ledger.digests:
+            text = f"record {event.record} names {event.load_id}, which was not committed before LOG {begin}"
+            findings.add(1, text, [], [seq])
+    if early:
+        text = f"{len(early)} answers as of LOG {begin} or before (invariants 1 and 2): audit the predecessor's archive"
+        findings.unchecked.append(text)
+    return [answer for answer in answers if not 0 < answer.event.as_of <= begin]
 
 
 def _contradiction(ledger: Ledger, recorded: Recorded, text: str, events: int, answers: int) -> None:
@@ -125,9 +149,9 @@ def _check_drains(ledger: Ledger) -> None:
 # -- fold again
 
 
-def _replay(folded: Folded, findings: Findings) -> None:
+def _replay(folded: Folded, start: Start | None, findings: Findings) -> None:
     """Invariant 9: the same events, from the start and half way through a snapshot, give the same world."""
-    world, middle = World(), len(folded.events) // 2
+    world, middle = World(start=start), len(folded.events) // 2
     try:
         for count, recorded in enumerate(folded.events):
             if count == middle:
@@ -141,11 +165,11 @@ def _replay(folded: Folded, findings: Findings) -> None:
         findings.add(9, text, [folded.world.seq])
 
 
-def _fold_without_voids(folded: Folded, findings: Findings) -> None:
+def _fold_without_voids(folded: Folded, start: Start | None, findings: Findings) -> None:
     """Invariant 11: had the void events never been stored, nothing but their places would be different."""
     if not folded.voids:
         return
-    world = World()
+    world = World(start=start)
     try:
         for recorded in folded.events:
             if recorded.seq not in folded.voids:

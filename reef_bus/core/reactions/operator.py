@@ -9,7 +9,7 @@ from __future__ import annotations
 from reef_bus.core.effects import Append, Debt
 from reef_bus.core.publication import Publication
 from reef_bus.core.requests import Request, wanted
-from reef_bus.core.world import World, refusal
+from reef_bus.core.world import World
 from reef_bus.events import (
     EngineExcluded,
     EngineRetireRequested,
@@ -22,16 +22,9 @@ from reef_bus.events import (
 )
 
 
-def standing(world: World, kind: type[Event], about: str | None = None) -> Request | None:
-    """The oldest request of a kind that can still be met."""
-    asked = wanted(world.requests, kind, about)
-    return asked if asked and not refusal(world, asked) else None
-
-
 def refusals(world: World) -> list[Debt]:
     """Requests that were dead when they arrived, or that were overtaken."""
-    found = [(asked, asked.refused or refusal(world, asked)) for asked in world.requests.values()]
-    return [refuse(world, asked, why) for asked, why in found if why]
+    return [refuse(world, asked, asked.refused) for asked in world.requests.values() if asked.refused]
 
 
 def refuse(world: World, asked: Request, why: str, detail: str = "") -> Debt:
@@ -46,7 +39,7 @@ def refuse(world: World, asked: Request, why: str, detail: str = "") -> Debt:
 
 
 def retirements(world: World) -> list[Debt]:
-    asked = standing(world, EngineRetireRequested)
+    asked = wanted(world.requests, EngineRetireRequested)
     engines = world.membership.engines.values()
     found = next((engine for engine in engines if asked and engine.boot == asked.about), None)
     if asked is None or found is None:
@@ -64,7 +57,7 @@ def retirements(world: World) -> list[Debt]:
 def halts(world: World, open_: Publication) -> list[Debt]:
     """A person wants the open publication given up, or a rollback must come first."""
     asked = wanted(world.requests, PublicationHaltRequested, open_.id)
-    rollback = standing(world, RollbackRequested)
+    rollback = wanted(world.requests, RollbackRequested)
     if asked is None and (rollback is None or open_.request):
         return []
     by = asked or rollback

@@ -1,0 +1,212 @@
+"""What a log begins with when it does not begin with nothing: the state that its predecessor had, without its boots.
+
+Knows: the trainer's and the publishers' side of the state. Must not know: where a start is kept, or who rolls a log.
+Its shape is a wire format of its own: the world may be rebuilt, a start that was written stays readable.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import msgspec
+
+from reef_bus.core.ids import BASE
+from reef_bus.core.publication import Publications, Release
+from reef_bus.core.requests import Request
+from reef_bus.core.supervision import Component
+from reef_bus.core.training import Candidate, Training
+from reef_bus.errors import ContractError
+from reef_bus.events import Blob
+
+FORMAT = 1
+
+
+class KnownCandidate(msgspec.Struct, frozen=True, kw_only=True):
+    """A candidate that is a release's content, may become one, or lies in the base chain of such a one."""
+
+    id: str
+    base: str
+    step: int
+    weights: Blob
+    optimizer: Blob | None
+    manifest: str
+    tensor_bytes: int
+    seq: int
+    selected: int
+
+
+class KnownRelease(msgspec.Struct, frozen=True, kw_only=True):
+    """A committed release: its load id names this digest for ever."""
+
+    load_id: str
+    candidate: str
+    parent: str
+    manifest: str
+    weights: Blob
+    seq: int
+    time: int
+
+
+class Start(msgspec.Struct, frozen=True, kw_only=True):
+    """The predecessor's state after its event `seq`, `id`. No boot, job or publication is in it: engines and trainer
+    join anew. `ended` says how candidates ended; `sequence` is the last persisted target's; `floor` and `taken` are
+    those of the last batch, for the audit alone. Other sequences are of the predecessor, and smaller than every one of
+    the log that begins here."""
+
+    format: int
+    seq: int
+    id: str
+    scenario: str
+    model: str
+    registered: int
+    closed: int
+    dispatched: int
+    last_batch: Blob | None
+    floor: int
+    taken: tuple[int, ...]
+    base: str
+    candidates: tuple[KnownCandidate, ...]
+    selected: tuple[str, ...]
+    head: str
+    releases: tuple[KnownRelease, ...]
+    sequence: int
+    ended: dict[str, str]
+    ended_seq: int
+
+
+def encode_start(start: Start) -> bytes:
+    """The blob: equal starts give equal bytes."""
+    return msgspec.msgpack.encode(start, order="deterministic")
+
+
+def decode_start(data: bytes) -> Start:
+    """Raises ContractError for what this version cannot read whole."""
+    try:
+        found = msgspec.msgpack.decode(data, type=Start)
+    except msgspec.DecodeError as error:
+        raise ContractError(f"a blob of {len(data)} bytes does not hold the start of a log: {error}") from error
+    if found.format != FORMAT:
+        raise ContractError(
+            f"the log's start has format {found.format}, this version reads {FORMAT}: upgrade this consumer first"
+        )
+    return found
+
+
+def unrest(
+    training: Training, publications: Publications, requests: Mapping[int, Request], components: Mapping[str, Component]
+) -> str:
+    """What is open, and who ends it; empty when the log is quiet."""
+    if training.job:
+        return f"job {training.job.id} is open: the trainer has to finish it"
+    if publications.open:
+        members = ", ".join(member.engine for member in publications.open.members)
+        return f"publication {publications.open.load_id} is open: {members} and a publisher have to end it"
+    for asked in requests.values():
+        return f"request {asked.seq} ({asked.name} of {asked.actor}) has no answer yet: its owner has to give one"
+    for name, component in components.items():
+        if component.state == "unconfirmed":
+            return f"the clean-up of {name} is unconfirmed: end what it left, then `reef-bus resume {name} --why …`"
+    return ""
+
+
+def compact(
+    seq: int,
+    id_: str,
+    training: Training,
+    publications: Publications,
+    floor: int = 0,
+    taken: tuple[int, ...] = (),
+) -> Start:
+    """The state after event `seq` as a start, `floor` and `taken` being those of the last dispatched batch.
+
+    An open job is over: its records stay consumed, no candidate comes of it. An open publication is halted: its load id
+    is never used again, its candidate is not published.
+    """
+    ended = dict(publications.ended)
+    if publications.open and not publications.open.request:
+        ended[publications.open.candidate] = "halted"
+    kept = _kept(training, publications, ended)
+    head = publications.head
+    return Start(
+        format=FORMAT,
+        seq=seq,
+        id=id_,
+        scenario=training.scenario,
+        model=training.model,
+        registered=training.registered,
+        closed=seq if training.job else training.closed,
+        dispatched=training.dispatched,
+        last_batch=training.last_batch,
+        floor=floor,
+        taken=taken,
+        base=training.base,
+        candidates=tuple(_candidate(found) for found in training.candidates.values() if found.id in kept),
+        selected=tuple(id_ for id_ in training.selected if id_ in kept),
+        head=head.load_id if head else "",
+        releases=tuple(map(_release, publications.releases.values())),
+        sequence=publications.sequence,
+        ended={id_: how for id_, how in ended.items() if id_ in kept},
+        ended_seq=seq if publications.open else publications.ended_seq,
+    )
+
+
+def _kept(training: Training, publications: Publications, ended: dict[str, str]) -> set[str]:
+    """Contents of releases, candidates whose turn may come, the trainer's base, and whatever those were trained from.
+    What was rejected, refused or halted decides nothing any more."""
+    waiting = {id_ for id_ in training.selected if id_ not in ended}
+    kept: set[str] = set()
+    for candidate in {release.candidate for release in publications.releases.values()} | waiting | {training.base}:
+        while candidate in training.candidates and candidate not in kept:
+            kept.add(candidate)
+            candidate = training.candidates[candidate].base
+    return kept
+
+
+def _candidate(found: Candidate) -> KnownCandidate:
+    return KnownCandidate(
+        id=found.id,
+        base=found.base,
+        step=found.step,
+        weights=found.weights,
+        optimizer=found.optimizer,
+        manifest=found.manifest,
+        tensor_bytes=found.tensor_bytes,
+        seq=found.seq,
+        selected=found.selected,
+    )
+
+
+def _release(found: Release) -> KnownRelease:
+    return KnownRelease(
+        load_id=found.load_id,
+        candidate=found.candidate,
+        parent=found.parent,
+        manifest=found.manifest,
+        weights=found.weights,
+        seq=found.seq,
+        time=found.time,
+    )
+
+
+def begin(training: Training, publications: Publications, start: Start) -> None:
+    """Fill the state of a log that holds nothing yet."""
+    training.scenario, training.model, training.registered = start.scenario, start.model, start.registered
+    training.closed, training.dispatched, training.last_batch = start.closed, start.dispatched, start.last_batch
+    training.base, training.selected = start.base, list(start.selected)
+    for candidate in start.candidates:
+        training.candidates[candidate.id] = Candidate(**msgspec.structs.asdict(candidate))
+    for release in start.releases:
+        publications.releases[release.load_id] = Release(**msgspec.structs.asdict(release))
+    publications.head = publications.releases.get(start.head)
+    publications.sequence, publications.ended_seq = start.sequence, start.ended_seq
+    publications.ended = dict(start.ended)
+
+
+def why_not(start: Start) -> str:
+    """What in it contradicts itself, or an empty string: who began with that would fail much later."""
+    known, loads = {each.id for each in start.candidates}, {each.load_id for each in start.releases}
+    named = {each.candidate for each in start.releases} | set(start.selected) | set(start.ended)
+    if bool(start.scenario) != (BASE in known) or bool(start.scenario) != (start.head in loads):
+        return f"scenario {start.scenario!r} with head {start.head!r} and {len(known)} candidates"
+    missing = sorted(named - known)
+    return f"it names candidates that it does not hold: {missing[:4]}" if missing else ""

@@ -1,0 +1,158 @@
+"""What must hold over a history, judged from its events alone: a second opinion, which shares no code with the fold.
+
+Knows: the invariants of protocol.md section 8. Must not know: worlds, debts, or who made the history.
+"""
+
+from __future__ import annotations
+
+from reef_bus.events import (
+    CandidateReady,
+    Event,
+    JobStarted,
+    LogOpened,
+    Member,
+    PublicationRefused,
+    Recorded,
+    ReleaseCommitted,
+    RollbackRequested,
+    ScenarioRegistered,
+    TargetPersisted,
+    TransferAborted,
+)
+
+ANSWERS = {
+    "RollbackRequested": ("TargetPersisted", "PublicationRefused"),
+    "PromotionRequested": ("CandidateSelected", "RequestRefused"),
+    "JobDiscardRequested": ("JobDiscarded", "RequestRefused"),
+    "JobRestoreRequested": ("JobStarted", "RequestRefused"),
+    "EngineRetireRequested": ("EngineExcluded", "RequestRefused"),
+    "PublicationHaltRequested": ("PublicationHalted", "RequestRefused"),
+    "RecoveryResumeRequested": ("RecoveryResumed", "RequestRefused"),
+}
+"""By which events a request may end."""
+
+
+class Audit:
+    """The invariants of protocol.md section 8, from the events alone: no fold, no world."""
+
+    def __init__(self) -> None:
+        self.incarnation = ""
+        self.committed: dict[str, str] = {}
+        self.contents: dict[str, str] = {}
+        self.named: dict[str, str] = {}
+        self.made: dict[str, CandidateReady] = {}
+        self.fates: dict[str, str] = {}
+        self.pending: dict[int, Event] = {}
+        self.base: ScenarioRegistered | None = None
+        self.ambiguous = False
+        self.rollback = False
+        self.candidate = ""
+        self.head = ""
+        self.sequence = 0
+        self.job = ""
+        self.publication = ""
+        self.attempt = (0, frozenset[Member]())
+        self.words: dict[tuple[str, str, int], Event] = {}
+        self.fences: list[tuple[int, frozenset[Member]]] = [(0, frozenset())]
+
+    def fence(self, seq: int) -> frozenset[Member]:
+        """Whom a fence covered after the event at `seq`."""
+        return next(members for since, members in reversed(self.fences) if since <= seq)
+
+    def saw(self, recorded: Recorded) -> None:
+        self._saw(recorded)
+        covered = self.attempt[1] if self.publication else frozenset()
+        if covered != self.fences[-1][1]:
+            self.fences.append((recorded.seq, covered))
+
+    def _saw(self, recorded: Recorded) -> None:
+        event, name = recorded.event, recorded.name
+        if event.family == "operator":
+            self.pending[recorded.seq] = event
+        if request := getattr(event, "request", 0):
+            self._answer(recorded, self.pending.pop(request, None))
+        if isinstance(event, LogOpened):
+            self.incarnation = event.incarnation
+        elif isinstance(event, ScenarioRegistered):
+            self._register(event)
+        elif name == "JobAmbiguous":
+            self.ambiguous = True
+        elif isinstance(event, JobStarted):
+            assert not self.ambiguous or event.request, "an ambiguous job goes on by itself"
+            self.ambiguous = False
+        elif isinstance(event, CandidateReady):
+            self.made[event.candidate] = event
+        elif isinstance(event, PublicationRefused) and not event.request:
+            self._end(event.candidate, event.reason)
+        elif name == "JobDispatched":
+            assert not self.job, "two open jobs"
+            self.job = event.job  # type: ignore[attr-defined]
+        elif name in ("JobDropped", "JobDiscarded", "CandidateSelected", "CandidateRejected"):
+            assert self.job, f"{name} without a job"
+            self.job, self.ambiguous = "", False
+        elif name in ("ReceiverVerified", "ReceiverFailed"):
+            key = (recorded.boot, event.publication, event.attempt)  # type: ignore[attr-defined]
+            self.words.setdefault(key, event)
+        elif isinstance(event, TargetPersisted):
+            self._target(event)
+        elif isinstance(event, TransferAborted):
+            assert self.publication == event.publication and self.attempt[0] == event.attempt and event.members
+            assert event.next_attempt <= 3 and not set(event.members) & set(event.excluded)
+            self.attempt = event.next_attempt, frozenset(event.members)
+        elif isinstance(event, ReleaseCommitted):
+            self._commit(event)
+        elif name == "PublicationHalted":
+            self._end("" if self.rollback else self.candidate, "halted")
+            self.publication = ""
+
+    def _end(self, candidate: str, how: str) -> None:
+        """A candidate has one fate; a rollback decides on none."""
+        assert candidate not in self.fates, f"{candidate} was {self.fates[candidate]}, and is {how}"
+        if candidate:
+            self.fates[candidate] = how
+
+    def _target(self, event: TargetPersisted) -> None:
+        number = int(event.load_id.removeprefix(f"{self.incarnation}:"))
+        assert not self.publication and number > self.sequence and event.parent == self.head and event.members
+        assert event.load_id not in self.named
+        self._content(event)
+        self.named[event.load_id], self.sequence = event.manifest, number
+        self.rollback, self.candidate = bool(event.request), event.candidate
+        self.publication, self.attempt = event.publication, (1, frozenset(event.members))
+
+    def _register(self, event: ScenarioRegistered) -> None:
+        self.head = f"{self.incarnation}:0"
+        self.committed[self.head], self.contents[self.head] = event.manifest, "base"
+        self.base = event
+
+    def _answer(self, recorded: Recorded, asked: Event | None) -> None:
+        """Every request is answered once, by an event of the right kind; a rollback with what it named."""
+        event = recorded.event
+        assert asked is not None, f"{recorded.seq} {recorded.name} answers what nobody asked, or what was answered"
+        assert recorded.name in ANSWERS[type(asked).__name__], f"{recorded.name} answers {type(asked).__name__}"
+        if isinstance(event, TargetPersisted) and isinstance(asked, RollbackRequested):
+            assert (asked.head, self.contents[asked.release]) == (self.head, event.candidate)
+
+    def _content(self, event: TargetPersisted) -> None:
+        """The candidate's own content, once; and its base chain leads to the head, unless it is a rollback's."""
+        assert event.sender == ("artifact" if event.request else "trainer")
+        content = self.made.get(event.candidate) or self.base
+        assert content is not None and (event.manifest, event.weights) == (content.manifest, content.weights)
+        if not event.request:
+            base = self.made[event.candidate].base
+            while self.fates.get(base) == "superseded":
+                base = self.made[base].base
+            assert base == self.contents[self.head] and event.candidate not in self.fates
+
+    def _commit(self, event: ReleaseCommitted) -> None:
+        members = self.attempt[1]
+        assert event.publication == self.publication and event.attempt == self.attempt[0] and members
+        assert {Member(e.engine, e.boot) for e in event.evidence} == members
+        assert self.named[event.load_id] == event.manifest
+        for member in members:
+            word = self.words[member.boot, event.publication, event.attempt]
+            said = (type(word).__name__, word.load_id, word.manifest)  # type: ignore[attr-defined]
+            assert said == ("ReceiverVerified", event.load_id, event.manifest)
+        self.head, self.publication = event.load_id, ""
+        self.committed[event.load_id], self.contents[event.load_id] = event.manifest, event.candidate
+        self._end("" if self.rollback else event.candidate, "committed")

@@ -9,8 +9,10 @@ from typing import Any
 
 from reef_bus.core.effects import Policy
 from reef_bus.core.publication import Publication
+from reef_bus.core.reactions.common import word
 from reef_bus.core.serving import fenced, live, may_generate, present
 from reef_bus.core.supervision import Component
+from reef_bus.core.training import Job
 from reef_bus.core.world import World
 from reef_bus.events import Event
 
@@ -103,7 +105,7 @@ def waiting(world: World, now: int, policy: Policy) -> dict[str, Any]:
     if behind:
         return _wait(", ".join(behind), world.time, now, "it loads and proves the head")
     if world.training.job:
-        return _wait("the trainer", world.time, now, f"it finishes {world.training.job.id}")
+        return _waiting_for_job(world, world.training.job, now)
     return _wait("the harness", world.time, now, "enough fresh, reported answers make the next batch")
 
 
@@ -117,6 +119,18 @@ def _waiting_for_a_person(given_up: dict[str, Component], now: int) -> dict[str,
     return _wait(", ".join(given_up), component.ended_time, now, then, f"reef-bus resume {name} --why …")
 
 
+def _waiting_for_job(world: World, job: Job, now: int) -> dict[str, Any]:
+    scenario = world.training.scenario
+    if job.ambiguous:
+        then = f"nothing by itself: a trainer ended inside the step of {job.id}, and nobody knows what it changed"
+        return _wait("a person", world.time, now, then, f"reef-bus retrain {scenario} {job.id} --why … (or discard)")
+    if job.evaluated:
+        then = f"it decides on {job.candidate}; with training.hold, a person does"
+        command = f"reef-bus promote {scenario} {job.candidate} --why … (or discard {scenario} {job.id})"
+        return _wait("the trainer", world.time, now, then, command)
+    return _wait("the trainer", world.time, now, f"it finishes {job.id}")
+
+
 def _waiting_for_publication(world: World, open_: Publication, now: int, policy: Policy) -> dict[str, Any]:
     members, deadlines = open_.members, policy.deadlines
     unfenced = [m.engine for m in members if not world.membership.fence(m.boot, open_.id, open_.attempt)]
@@ -125,8 +139,8 @@ def _waiting_for_publication(world: World, open_: Publication, now: int, policy:
             f"it stops generating; after {deadlines.fence_s:g} s it is excluded and attempt {open_.attempt + 1} begins"
         )
         return _wait(", ".join(unfenced), open_.attempt_time, now, then)
-    sender = world.training.sender
-    if sender is None or (sender.publication, sender.attempt) != (open_.id, open_.attempt):
+    sender = word(world, open_)
+    if sender is None:
         then = f"it offers the weights; after {deadlines.sender_s:g} s attempt {open_.attempt + 1} begins"
         return _wait("the trainer", open_.attempt_time, now, then)
     unproven = [m.engine for m in members if not world.membership.report(m.boot, open_.id, open_.attempt)]

@@ -17,6 +17,11 @@ from reef_bus.core.world import World
 from reef_bus.events import Event
 
 SECOND = 1_000_000_000
+ANSWERS = {
+    **dict.fromkeys(("PromotionRequested", "JobDiscardRequested", "JobRestoreRequested"), "the trainer"),
+    "RecoveryResumeRequested": "the supervisor",
+}
+"""Who answers a request; the others are a publisher's."""
 
 
 def status(world: World, now: int, policy: Policy) -> dict[str, Any]:
@@ -96,17 +101,45 @@ def waiting(world: World, now: int, policy: Policy) -> dict[str, Any]:
     if not world.incarnation:
         return _wait("the supervisor", 0, now, "it opens the log", "reef-bus streams apply")
     if not world.training.scenario:
-        return _wait("the trainer", world.time, now, "it registers the base model as release 0")
+        return _wait("the trainer", _moved(world, "train"), now, "it registers the base model as release 0")
     if open_:
         return _waiting_for_publication(world, open_, now, policy)
+    if asked := next((r for r in world.requests.values() if not r.refused), None):
+        then = f"request {asked.seq} of {asked.actor} ({asked.name}) is answered"
+        return _wait(ANSWERS.get(asked.name, "a publisher"), _moved(world, f"operator.{asked.actor}"), now, then)
     if not any(present(world, engine) for engine in world.membership.engines.values()):
-        return _wait("an engine", world.time, now, "it joins, loads and proves the head")
+        since = max((each.time for name, each in world.tails.items() if name.startswith("engine.")), default=0)
+        return _wait("an engine", since, now, "it joins, loads and proves the head")
     behind = [n for n in sorted(world.membership.engines) if engine_state(world, n) == "catching-up"]
     if behind:
-        return _wait(", ".join(behind), world.time, now, "it loads and proves the head")
+        since = max(_moved(world, "release"), *(_moved(world, f"engine.{name}") for name in behind))
+        return _wait(", ".join(behind), since, now, "it loads and proves the head")
     if world.training.job:
-        return _waiting_for_job(world, world.training.job, now)
-    return _wait("the harness", world.time, now, "enough fresh, reported answers make the next batch")
+        return _waiting_for_training(world, world.training.job, now)
+    then = "enough fresh, reported answers make the next batch"
+    return _wait("the harness", _moved(world, "train"), now, then)
+
+
+def _moved(world: World, family: str) -> int:
+    """When (ns) something last counted in a family; 0: never."""
+    return world.tails[family].time if family in world.tails else 0
+
+
+def _waiting_for_training(world: World, job: Job, now: int) -> dict[str, Any]:
+    since, scenario = _moved(world, "train"), world.training.scenario
+    if job.ambiguous:
+        then = (
+            f"nothing by itself: boot {job.boot} died inside attempt {job.attempt} of {job.id} and trains in place. "
+            f"Serving goes on. Train it again from its stored base, or `reef-bus discard {scenario} {job.id} --why …`"
+        )
+        return _wait("a person", since, now, then, f"reef-bus retrain {scenario} {job.id} --why …")
+    trainer = world.components.get("trainer")
+    if trainer and not trainer.running:
+        return _wait("the supervisor", trainer.ended_time, now, f"it starts the trainer again, which finishes {job.id}")
+    if job.evaluated:
+        then = f"it decides on {job.candidate}; where candidates are held for review, a person does"
+        return _wait("the trainer", since, now, then, f"reef-bus promote {scenario} {job.candidate} --why …")
+    return _wait("the trainer", since, now, f"it finishes {job.id}")
 
 
 def _waiting_for_a_person(given_up: dict[str, Component], now: int) -> dict[str, Any]:
@@ -117,18 +150,6 @@ def _waiting_for_a_person(given_up: dict[str, Component], now: int) -> dict[str,
         pids = ", ".join(map(str, component.left)) or "unknown"
         then = f"nothing by itself: of {name}'s last process something may still live (pids: {pids}). End it first"
     return _wait(", ".join(given_up), component.ended_time, now, then, f"reef-bus resume {name} --why …")
-
-
-def _waiting_for_job(world: World, job: Job, now: int) -> dict[str, Any]:
-    scenario = world.training.scenario
-    if job.ambiguous:
-        then = f"nothing by itself: a trainer ended inside the step of {job.id}, and nobody knows what it changed"
-        return _wait("a person", world.time, now, then, f"reef-bus retrain {scenario} {job.id} --why … (or discard)")
-    if job.evaluated:
-        then = f"it decides on {job.candidate}; with training.hold, a person does"
-        command = f"reef-bus promote {scenario} {job.candidate} --why … (or discard {scenario} {job.id})"
-        return _wait("the trainer", world.time, now, then, command)
-    return _wait("the trainer", world.time, now, f"it finishes {job.id}")
 
 
 def _waiting_for_publication(world: World, open_: Publication, now: int, policy: Policy) -> dict[str, Any]:
@@ -147,7 +168,9 @@ def _waiting_for_publication(world: World, open_: Publication, now: int, policy:
     if unproven:
         then = f"it proves what it received; after {deadlines.verify_s:g} s attempt {open_.attempt + 1} begins"
         return _wait(", ".join(unproven), sender.time, now, then)
-    return _wait("a publisher", world.time, now, "it commits the release, or ends the attempt")
+    reports = [world.membership.report(m.boot, open_.id, open_.attempt) for m in members]
+    since = max(report.time for report in reports if report)
+    return _wait("a publisher", since, now, "it commits the release, or ends the attempt")
 
 
 def _wait(on: str, since: int, now: int, then: str, command: str = "") -> dict[str, Any]:

@@ -42,10 +42,12 @@ class Tail(msgspec.Struct):
     """What the rule remembers of one family.
 
     `seq` is the last stored event, void or not; `boots` the joined boots, newest last; `open` the open job or
-    publication, `attempt` its current attempt (0: none), `candidate` the open job's candidate.
+    publication, `attempt` its current attempt (0: none), `candidate` the open job's candidate. `time` (ns): since then
+    nothing that counts has happened here.
     """
 
     seq: int = 0
+    time: int = 0
     boots: list[str] = []
     open: str = ""
     attempt: int = 0
@@ -133,8 +135,10 @@ A table, and not a ladder of cases, because every reader asks this of every even
 def advance(tail: Tail, recorded: Recorded, *, void: bool) -> None:
     """Move the tail past a stored event; a void one moves nothing but the sequence."""
     tail.seq = recorded.seq
-    move = MOVES.get(type(recorded.event))
-    if move and not void:
+    if void:
+        return
+    tail.time = recorded.time
+    if move := MOVES.get(type(recorded.event)):
         move(tail, recorded, recorded.event)
 
 

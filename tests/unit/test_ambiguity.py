@@ -231,7 +231,7 @@ def test_what_is_ambiguous_survives_a_snapshot() -> None:
 def test_a_status_says_that_a_person_is_needed_and_how() -> None:
     history = given(*AMBIGUOUS)
     found = waiting(history.world, history.now, Policy())
-    assert (found["on"], found["command"]) == ("a person", "reef-bus retrain digit j --why … (or discard)")
+    assert (found["on"], found["command"]) == ("a person", "reef-bus retrain digit j --why …")
     history = given(*STEPPING, ready("j", "c1"), evaluated("c1"))
     found = waiting(history.world, history.now, Policy())
-    assert found["command"] == "reef-bus promote digit c1 --why … (or discard digit j)"
+    assert found["command"] == "reef-bus promote digit c1 --why …"

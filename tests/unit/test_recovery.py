@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from reef_bus.core.effects import Append, CleanUp, Effect, Me, Restarts, StartComponent
+from reef_bus.core.effects import Append, CleanUp, Effect, Me, Policy, Restarts, StartComponent
 from reef_bus.core.recovery import Seen, supervisor
 from reef_bus.core.serving import present
 from reef_bus.core.world import World, refusal
@@ -25,6 +25,7 @@ from reef_bus.events import (
     RecoveryResumeRequested,
     RestartScheduled,
 )
+from reef_bus.views import status, waiting
 from tests.facts import (
     E0,
     E1,
@@ -271,6 +272,16 @@ def test_when_the_next_supervisor_was_faster_publishers_say_so() -> None:
     debts = supervisor(state.world, Me("supervisor", "s2"), {"c": AWAY}, RESTARTS, state.now + 1)
     assert [type(d.effect).__name__ for d in debts] == ["StartComponent"]
     assert [refusal(state.world, asked) for asked in state.world.requests.values()] == ["not_given_up"]
+
+
+def test_status_names_the_component_and_the_exact_command() -> None:
+    stuck = given(opened(), up(), withdrawn(), unconfirmed(77, 78))
+    found = waiting(stuck.world, stuck.now + 3 * SECOND, Policy())
+    assert (found["on"], found["command"]) == ("c", "reef-bus resume c --why …") and "77, 78" in found["next"]
+    over = given(opened(), *failures(4), gave_up())
+    found = waiting(over.world, over.now, Policy())
+    assert (found["on"], found["command"]) == ("c", "reef-bus resume c --why …") and "too often" in found["next"]
+    assert status(over.world, over.now, Policy())["components"]["c"]["state"] == "halted"
 
 
 # -- a boot that is out, and a process that goes on

@@ -1,18 +1,21 @@
 """The contracts that integrations implement: what an inference engine and a trainer must offer.
 
 Knows: plain values and memory views. Must not know: the log, NATS, HTTP, or any framework.
-All methods block; consumers call them in worker threads. An engine gets one call at a time; a trainer's states are
-immutable, so `weights` and `load` may run beside `train`.
+All methods block; consumers call them in worker threads. An engine gets one call at a time, but for `stage`, which may
+run beside `generate`; a trainer's states are immutable, so `weights` and `load` may run beside `train`.
 """
 
 from __future__ import annotations
 
+import ctypes
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
+
+from reef_bus.errors import ContractError
 
 
 class Piece(NamedTuple):
@@ -24,6 +27,18 @@ class Piece(NamedTuple):
 
 
 Pieces = Mapping[str, Piece]
+
+Places = Mapping[str, tuple[int, int]]
+"""By tensor: address and length of its memory. The same places are the same memory, whoever looks."""
+
+
+def places(pieces: Pieces) -> Places:
+    """Where writable `pieces` lie."""
+    return {name: (_address(piece.data), piece.data.nbytes) for name, piece in pieces.items()}
+
+
+def _address(view: memoryview) -> int:
+    return ctypes.addressof((ctypes.c_char * view.nbytes).from_buffer(view))
 
 
 class Prompt(msgspec.Struct, frozen=True, kw_only=True):
@@ -71,7 +86,10 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class InferenceBackend(ABC):
-    """One engine's model. The agent around it decides when it may generate and what is loaded into it."""
+    """One engine's model. The agent around it decides when it may generate and what is loaded into it. An engine that
+    `stages` has room for a second copy of the weights."""
+
+    stages: bool = False
 
     @abstractmethod
     def start(self) -> None:
@@ -79,11 +97,25 @@ class InferenceBackend(ABC):
 
     @abstractmethod
     def live(self) -> Pieces:
-        """Writable views of the very memory that the forward pass reads: no copy, the same views on every call."""
+        """Writable views of the very memory that the forward pass reads: no copy, the same views until a swap."""
 
     @abstractmethod
     def generate(self, prompts: Sequence[Prompt]) -> list[Completion]:
         """Sample one completion per prompt, in order. Never runs while `live` is being written."""
+
+    def stage(self) -> Pieces:
+        """Writable views of the second copy, which nothing reads: allocated on first use, then the same memory until it
+        is swapped or freed. Raises TransferError("memory") when there is no room."""
+        raise ContractError(f"{type(self).__name__} has no second copy: its engine should not have joined as staged")
+
+    def swap(self) -> None:
+        """Exchange the two copies by pointer, moving no byte: `live` is then where `stage` was, and the other way
+        round, and nothing that was computed with the old weights is left (KV cache, prefixes). Raises ContractError if
+        the forward pass may read anything else."""
+        raise ContractError(f"{type(self).__name__} has no second copy to swap in")
+
+    def unstage(self) -> None:
+        """Free the second copy, if there is one; safe to repeat."""
 
     @abstractmethod
     def close(self) -> None:

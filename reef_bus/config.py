@@ -69,11 +69,13 @@ class Training(Part, frozen=True, kw_only=True):
 
 
 class Publication(Part, frozen=True, kw_only=True):
-    """How releases are published: `every` candidate in its turn, or the `latest`; by how many `publishers`."""
+    """How releases are published: `every` candidate in its turn, or the `latest`; by how many `publishers`. In mode
+    `fenced` engines stop for the transfer; in mode `staged` they receive beside what they serve, and stop to swap."""
 
     publishers: int = 2
     publish: str = "every"
     transport: str = "tcp"
+    mode: str = "fenced"
     pause: str = "drain"
     deadlines: Deadlines = Deadlines()
 
@@ -133,6 +135,7 @@ class Config(Part, frozen=True, kw_only=True):
         published = self.publication
         return Policy(
             transport=published.transport,
+            mode=published.mode,
             pause=published.pause,
             publish=published.publish,
             deadlines=published.deadlines,
@@ -213,6 +216,8 @@ def check(config: Config) -> Config:
         )
     if config.publication.publish not in ("every", "latest"):
         raise Rejected(f"publication.publish is {config.publication.publish!r}; expected every or latest")
+    if config.publication.mode not in ("fenced", "staged"):
+        raise Rejected(f"publication.mode is {config.publication.mode!r}; expected fenced or staged")
     if not 1 <= config.publication.publishers <= MAX_PUBLISHERS:
         raise Rejected(f"publication.publishers is {config.publication.publishers}: expected 1 to {MAX_PUBLISHERS}")
     if config.publication.pause != "drain":

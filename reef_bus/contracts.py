@@ -71,7 +71,8 @@ def schema(cls: type[Event]) -> Json:
     own = root["$ref"].rpartition("/")[2]
     shared = {key: parts[key] for key in sorted(parts) if key != own}
     head = {"$schema": DIALECT, "$id": f"urn:reef-bus:event:{cls.__name__}:v{cls.version}"}
-    return {**head, **parts[own], **({"$defs": shared} if shared else {})}
+    whole = {**head, **parts[own], **({"$defs": shared} if shared else {})}
+    return dict(json.loads(json.dumps(whole)))  # a default that is a tuple is a list to whoever reads the file
 
 
 def example(cls: type[Event]) -> Json:

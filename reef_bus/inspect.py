@@ -120,12 +120,21 @@ def _listens(url: str) -> bool:
 
 async def reach(config: Config) -> JetStreamJournal:
     """A journal on the configured server. Raises Unavailable soon, because a person is waiting."""
-    await _probe(config.nats.url)
+    await _probe(config.nats.url.split(","))
     return await connect(config.nats.url, config.deployment, "reef-cli", wait_s=HANDSHAKE_S)
 
 
-async def _probe(url: str) -> None:
-    """Whether anything listens; told apart from a server that is silent, and at once."""
+async def _probe(urls: list[str]) -> None:
+    """Whether any of them listens; told apart from a server that is silent, and at once."""
+    for url in urls:
+        try:
+            return await _listening(url)
+        except Unavailable:
+            if url == urls[-1]:
+                raise
+
+
+async def _listening(url: str) -> None:
     try:
         parts = urllib.parse.urlsplit(url if "://" in url else f"nats://{url}")
         host, port = parts.hostname or "", parts.port or 4222

@@ -1,4 +1,4 @@
-"""The journal on NATS JetStream: the only module that imports nats.
+"""The journal on NATS JetStream: with `connection`, which it asks everything over, the only module that imports nats.
 
 Knows: the pinned client and server, their error codes and what was measured of them. Must not know: what events mean.
 Appends compare over the chain's one filter spelling; batches, `publish_async` and Expected-Last-Msg-Id are never used:
@@ -11,9 +11,8 @@ import asyncio
 import contextlib
 import datetime
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine
-from functools import lru_cache
-from typing import Any, TypeVar
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from typing import Any
 
 import msgspec
 import nats.errors
@@ -22,6 +21,7 @@ from nats.aio.msg import Msg
 from nats.js import JetStreamContext, api
 from nats.js.errors import APIError, BadRequestError, NoStreamResponseError, NotFoundError, ServiceUnavailableError
 
+from reef_bus.connection import TIMEOUT_S, Connection
 from reef_bus.envelope import decode, headers, identify, payload
 from reef_bus.errors import Conflict, ContractError, Rejected, Unavailable
 from reef_bus.events import Draft, Recorded
@@ -38,15 +38,10 @@ from reef_bus.topology import (
 )
 
 log = logging.getLogger(__name__)
-T = TypeVar("T")
 
 _EPOCH = datetime.datetime(1970, 1, 1, tzinfo=datetime.UTC)
 
 WRONG_SEQUENCE = (10071, 10164)  # the second: another write for the same expectation is in flight
-PUBLISH_TIMEOUT_S = 2.0
-WATCH_S = 5.0  # between two looks at a connection
-PROBE_S = 5.0  # within which it must answer
-CLOSE_S = 2.0
 SILENCE_S = 1.0  # after this long without an event, ask the leader whether there is one
 TRANSIENT = (
     nats.errors.TimeoutError,
@@ -61,156 +56,28 @@ TRANSIENT = (
 )
 
 
-class QuickClient(Client):
-    """The pinned client, with its parser of headers replaced by one that gives the same.
-
-    Its own asks every character of every header's name whether it is white space, which was half of what it costs to
-    read a log (measured); a log's names are always the same dozen.
-    """
-
-    @staticmethod
-    def _parse_header_lines(raw: bytes) -> dict[str, str]:
-        found = {}
-        for line in raw.split(b"\r\n"):
-            before, colon, value = line.partition(b":")
-            if colon and (name := _header_name(before)) is not None:
-                found[name] = value.strip().decode("utf-8", "replace")
-        return found
-
-
-@lru_cache(maxsize=1024)
-def _header_name(raw: bytes) -> str | None:
-    """None for what is no name: such a line is left out."""
-    name = raw.strip().decode("ascii", "replace")
-    return None if "\N{REPLACEMENT CHARACTER}" in name or any(map(str.isspace, name)) else name
-
-
 async def connect(url: str, deployment: str, name: str, *, wait_s: float = 10.0) -> JetStreamJournal:
     """A journal on the server at `url`, or on the first that answers of several, comma between them; keeps reconnecting
     for ever. Raises Unavailable if none is up in `wait_s`."""
-    journal = JetStreamJournal(url, deployment, name)
-    await journal.open(wait_s)
-    return journal
-
-
-async def _dial(url: str, name: str, on_lost: Callable[[], Awaitable[None]], wait_s: float) -> Client:
-    errors: list[str] = []
-
-    async def on_error(error: Exception) -> None:
-        errors[:] = [str(error) or type(error).__name__]
-        log.debug("nats: %s", errors[0])
-
-    client = QuickClient()
-    try:
-        async with asyncio.timeout(wait_s):  # the client itself would try for ever, as it must once it is connected
-            await client.connect(
-                url.split(","),
-                name=name,
-                error_cb=on_error,
-                disconnected_cb=on_lost,
-                connect_timeout=2,
-                max_reconnect_attempts=-1,
-                reconnect_time_wait=0.1,  # type: ignore[arg-type]  # seconds, of which the client sleeps any number
-                ping_interval=10,
-                flush_timeout=PUBLISH_TIMEOUT_S,  # else a full buffer holds its writer until the connection is given up
-            )
-    except (TimeoutError, OSError, nats.errors.Error) as error:
-        await _end(client)
-        why = errors[0] if errors else str(error) or type(error).__name__
-        raise Unavailable(f"no NATS server at {url}: {why}. Is it running? `reef-bus doctor` looks") from error
-    return client
-
-
-async def _end(client: Client) -> None:
-    """Let go of it, even when its socket does not: a peer that vanished never takes what is still to be sent."""
-    with contextlib.suppress(Exception):
-        async with asyncio.timeout(CLOSE_S):
-            await client.close()
-
-
-async def _cancel(*tasks: asyncio.Future[Any] | None) -> None:
-    there = [task for task in tasks if task]
-    for task in there:
-        task.cancel()
-    await asyncio.gather(*there, return_exceptions=True)
-
-
-async def _answers(client: Client) -> bool:
-    """Whether it is connected, or is so again within `PROBE_S`, and its server answers."""
-    try:
-        async with asyncio.timeout(PROBE_S):
-            while not client.is_connected and not client.is_closed:  # noqa: ASYNC110 - the client has no such event
-                await asyncio.sleep(0.1)
-            await client.rtt()
-    except (TimeoutError, OSError, nats.errors.Error):
-        return False
-    return True
+    connection = Connection(url, name)
+    await connection.open(wait_s)
+    return JetStreamJournal(connection, deployment)
 
 
 class JetStreamJournal(Journal):
-    """A deployment's streams, over one connection at a time: one that answers no more is replaced."""
+    """A deployment's streams, over one connection."""
 
-    def __init__(self, url: str, deployment: str, name: str) -> None:
+    def __init__(self, connection: Connection, deployment: str) -> None:
         self.deployment = deployment
-        self.url, self.name = url, name
-        self.client = Client()
-        self.js: JetStreamContext = self.client.jetstream(timeout=PUBLISH_TIMEOUT_S)
-        self._lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._listeners: list[Callable[[Beat], None]] = []
-        self._asked: set[asyncio.Future[Any]] = set()
-        self._watching: asyncio.Task[None] | None = None
+        self.connection = connection
 
-    async def open(self, wait_s: float) -> None:
-        """Connect, and from then on watch that the connection answers. Raises Unavailable."""
-        await self._use(await _dial(self.url, self.name, self.connection_lost, wait_s))
-        self._watching = asyncio.create_task(self._watch())
+    @property
+    def client(self) -> Client:
+        return self.connection.client
 
-    async def _watch(self) -> None:
-        """The client comes back by itself when its server died, but not from everything: one error line of a server
-        closes it for good; a peer that vanished with bytes on their way leaves it waiting for its old socket; an
-        exception in its read loop leaves it deaf."""
-        while True:
-            await asyncio.sleep(WATCH_S)
-            if not await _answers(self.client):
-                with contextlib.suppress(Unavailable):
-                    await self._replace()
-
-    async def _replace(self) -> None:
-        old = self.client
-        await self._use(await _dial(self.url, self.name, self.connection_lost, PROBE_S))
-        log.warning("%s: the connection did not answer within %g s and was replaced", self.name, PROBE_S)
-        await _end(old)
-
-    async def _use(self, client: Client) -> None:
-        self.client, self.js = client, client.jetstream(timeout=PUBLISH_TIMEOUT_S)
-        for listener in self._listeners:
-            await self._listen(listener)
-        await self.connection_lost()
-
-    async def connection_lost(self) -> None:
-        """Called when the connection is gone: what is in flight will not be answered on it."""
-        lost, self._lost = self._lost, asyncio.get_running_loop().create_future()
-        lost.set_result(None)
-
-    async def _unless_lost(self, request: Coroutine[Any, Any, T]) -> T:
-        """The answer, or Unavailable as soon as the connection is lost: the client itself would sit out the timeout.
-
-        The request is left to end by its own timeout, never cancelled: the client's flusher dies, and the connection
-        with it, when it meets a future that somebody cancelled while a reconnect was under way.
-        """
-        asked = asyncio.ensure_future(request)
-        self._asked.add(asked)
-        asked.add_done_callback(self._answered)
-        either: set[asyncio.Future[Any]] = {asked, self._lost}
-        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-        if asked.done():
-            return asked.result()
-        raise Unavailable("the connection was lost before an answer came")
-
-    def _answered(self, asked: asyncio.Future[Any]) -> None:
-        self._asked.discard(asked)
-        if not asked.cancelled():
-            asked.exception()  # somebody has looked at it
+    @property
+    def js(self) -> JetStreamContext:
+        return self.connection.js
 
     async def append(self, draft: Draft, prev: int) -> Stored:
         where, body = subject(self.deployment, draft.event), payload(draft.event)
@@ -222,7 +89,7 @@ class JetStreamJournal(Journal):
             header["Nats-Expected-Last-Subject-Sequence"] = str(prev)
             header["Nats-Expected-Last-Subject-Sequence-Subject"] = compare_filter(self.deployment, draft.event)
         try:
-            ack = await self._unless_lost(self.js.publish(where, body, timeout=PUBLISH_TIMEOUT_S, headers=header))
+            ack = await self.connection.ask(self.js.publish(where, body, timeout=TIMEOUT_S, headers=header))
         except APIError as error:
             raise _append_error(draft, prev, where, error) from error
         except TRANSIENT as error:
@@ -231,7 +98,7 @@ class JetStreamJournal(Journal):
 
     async def head(self, stream: str) -> int:
         try:
-            info = await self._unless_lost(self.js.stream_info(stream_name(self.deployment, stream)))
+            info = await self.connection.ask(self.js.stream_info(stream_name(self.deployment, stream)))
         except NotFoundError as error:
             raise ContractError(f"stream {stream} does not exist: `reef-bus streams apply` creates it") from error
         except (*TRANSIENT, APIError) as error:
@@ -240,7 +107,7 @@ class JetStreamJournal(Journal):
 
     async def read(self, stream: str, seq: int) -> Recorded | None:
         try:
-            message = await self._unless_lost(self.js.get_msg(stream_name(self.deployment, stream), seq=seq))
+            message = await self.connection.ask(self.js.get_msg(stream_name(self.deployment, stream), seq=seq))
         except NotFoundError:
             return None
         except (*TRANSIENT, APIError) as error:
@@ -264,17 +131,9 @@ class JetStreamJournal(Journal):
     async def _deliver(self, stream: str, after: int) -> AsyncGenerator[list[Recorded]]:
         """One subscription's events, until the connection is lost, it has a gap, or it is silent elsewhere than at the
         head."""
-        lost = self._lost
+        lost = self.connection.lost
         queue: asyncio.Queue[Msg] = asyncio.Queue()
-        subscription = await self.js.subscribe(
-            ">",
-            stream=stream_name(self.deployment, stream),
-            config=_consumer(after),
-            cb=queue.put,
-            flow_control=True,
-            idle_heartbeat=2.0,
-            pending_bytes_limit=256 * 1024 * 1024,
-        )
+        subscription = await self._subscribe(stream, after, queue)
         try:
             while True:
                 messages = await _drain(queue)
@@ -294,31 +153,47 @@ class JetStreamJournal(Journal):
             with contextlib.suppress(Exception):
                 await subscription.unsubscribe()
 
+    async def _subscribe(self, stream: str, after: int, queue: asyncio.Queue[Msg]) -> JetStreamContext.PushSubscription:
+        asked = asyncio.ensure_future(
+            self.js.subscribe(
+                ">",
+                stream=stream_name(self.deployment, stream),
+                config=_consumer(after),
+                cb=queue.put,
+                flow_control=True,
+                idle_heartbeat=2.0,
+                pending_bytes_limit=256 * 1024 * 1024,
+            )
+        )
+        try:
+            return await self.connection.ask(asked)
+        except BaseException:
+            asked.add_done_callback(self._unwanted)
+            raise
+
+    def _unwanted(self, asked: asyncio.Future[JetStreamContext.PushSubscription]) -> None:
+        """A subscription that came when nobody waited for it any more."""
+        if not asked.cancelled() and not asked.exception():
+            self.connection.keep(asyncio.ensure_future(asked.result().unsubscribe()))
+
     async def beat(self, role: str, id_: str, beat: Beat) -> None:
         with contextlib.suppress(nats.errors.Error, OSError):
             await self.client.publish(telemetry_subject(self.deployment, role, id_), msgspec.json.encode(beat))
 
     async def beats(self, callback: Callable[[Beat], None]) -> None:
-        self._listeners.append(callback)
-        with contextlib.suppress(nats.errors.ConnectionClosedError):  # then the next connection listens
-            await self._listen(callback)
-
-    async def _listen(self, callback: Callable[[Beat], None]) -> None:
         async def on_beat(message: Msg) -> None:
             with contextlib.suppress(msgspec.DecodeError):
                 found = msgspec.json.decode(message.data)
                 if isinstance(found, dict):
                     callback(found)
 
-        await self.client.subscribe(f"reef.{self.deployment}.tel.>", cb=on_beat)
+        await self.connection.listen(f"reef.{self.deployment}.tel.>", on_beat)
 
     def connected(self) -> bool:
         return self.client.is_connected
 
     async def close(self) -> None:
-        await _cancel(self._watching)
-        await _end(self.client)
-        await _cancel(*self._asked)  # now that no flusher is left to die of it
+        await self.connection.close()
 
     # -- streams
 
@@ -388,8 +263,8 @@ def _contiguous(messages: list[Msg], after: int) -> tuple[list[Recorded], Contra
 def _consumer(after: int) -> api.ConsumerConfig:
     """One delivery of each event after `after`, in order; gone by itself half a minute after its subscriber.
 
-    Not the client's `ordered_consumer`: of that one a task per subscription stays for ever, and at a gap it subscribes
-    anew by itself, while we look at the log first.
+    Not the client's `ordered_consumer`: that one, when it loses its consumer before the first event, asks for the whole
+    log again, and at a gap it subscribes anew by itself, while we look at the log first.
     """
     return api.ConsumerConfig(
         deliver_policy=api.DeliverPolicy.BY_START_SEQUENCE,

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from reef_bus.core.effects import Policy
-from reef_bus.core.publication import Publication
+from reef_bus.core.publication import FENCED, Publication
 from reef_bus.core.reactions.common import word
 from reef_bus.core.serving import fenced, live, may_generate, present
 from reef_bus.core.supervision import Component
@@ -89,6 +89,7 @@ def _publication(open_: Publication) -> dict[str, Any]:
         "attempt": open_.attempt,
         "members": [member.engine for member in open_.members],
         "transport": open_.transport,
+        "mode": open_.mode,
     }
 
 
@@ -155,7 +156,7 @@ def _waiting_for_a_person(given_up: dict[str, Component], now: int) -> dict[str,
 def _waiting_for_publication(world: World, open_: Publication, now: int, policy: Policy) -> dict[str, Any]:
     members, deadlines = open_.members, policy.deadlines
     unfenced = [m.engine for m in members if not world.membership.fence(m.boot, open_.id, open_.attempt)]
-    if unfenced:
+    if unfenced and open_.mode == FENCED:
         then = (
             f"it stops generating; after {deadlines.fence_s:g} s it is excluded and attempt {open_.attempt + 1} begins"
         )

@@ -18,6 +18,7 @@ from reef_bus.events import (
     EngineJoined,
     EngineLeft,
     EngineRetireRequested,
+    EngineStaged,
     Evidence,
     JobAmbiguous,
     JobDiscarded,
@@ -87,8 +88,10 @@ def registered() -> ScenarioRegistered:
     )
 
 
-def joined(engine: str, accepts: tuple[str, ...] = ("tcp", "files")) -> EngineJoined:
-    return EngineJoined(engine=engine, url=f"http://{engine}", backend="torch", accepts=accepts)
+def joined(
+    engine: str, accepts: tuple[str, ...] = ("tcp", "files"), modes: tuple[str, ...] = ("fenced", "staged")
+) -> EngineJoined:
+    return EngineJoined(engine=engine, url=f"http://{engine}", backend="torch", accepts=accepts, modes=modes)
 
 
 def dispatched(job: str, base: str = "base", step: int = 1) -> JobDispatched:
@@ -271,6 +274,35 @@ def holds(engine: str, n: int, candidate: str, manifest: str = "") -> ReceiverVe
         method="artifact",
         tensors=2,
         bytes=8,
+        ms=1.0,
+    )
+
+
+def staged(engine: str, n: int, candidate: str, attempt: int = 1, manifest: str = "") -> EngineStaged:
+    """A member's word on an attempt: what the copy beside the served one hashes to."""
+    return EngineStaged(
+        engine=engine,
+        publication=f"pub{n}",
+        attempt=attempt,
+        load_id=L(n),
+        manifest=manifest or digest(candidate),
+        tensors=2,
+        bytes=8,
+        ms=1.0,
+    )
+
+
+def swapped(engine: str, n: int, candidate: str) -> ReceiverVerified:
+    """After the commit: what was staged is what is served."""
+    return ReceiverVerified(
+        engine=engine,
+        publication="",
+        attempt=0,
+        load_id=L(n),
+        manifest=digest(candidate),
+        method="swapped",
+        tensors=2,
+        bytes=0,
         ms=1.0,
     )
 

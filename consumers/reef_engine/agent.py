@@ -1,8 +1,9 @@
 """The agent beside one engine: fences it, receives into it, proves what it holds, and lets it generate by the rule.
 
 Knows: its backend, the transports, its own fold. Must not know: the trainer, or whether a release should happen.
-Whoever generates, writes or hashes holds the memory lock; so nothing generates while weights change, and a fence that
-has the lock knows that generation has stopped and every older ingress is gone.
+Whoever lets bytes in or hashes holds the ingress lock; whoever generates, or touches what is served, the memory lock;
+in this order. So nothing generates while weights change, one ingress is open at a time, and a fence that has both locks
+knows that generation has stopped and every older ingress is gone.
 """
 
 from __future__ import annotations
@@ -12,16 +13,27 @@ import contextlib
 import logging
 import time
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from reef_bus.artifacts import ArtifactStore, load_weights
-from reef_bus.backends import InferenceBackend
+from reef_bus.backends import InferenceBackend, Pieces, Places, places
 from reef_bus.config import Config
 from reef_bus.core import reactions
-from reef_bus.core.effects import Debt, Fence, Join, Me, Receive, VerifyHead
+from reef_bus.core.effects import Debt, Fence, Ingress, Join, Me, Receive, Stage, VerifyHead
+from reef_bus.core.publication import FENCED, STAGED
 from reef_bus.core.serving import may_generate
 from reef_bus.core.world import World
 from reef_bus.errors import ContractError, TransferError
-from reef_bus.events import EngineFenced, EngineJoined, EngineLeft, Event, ReceiverFailed, ReceiverVerified, Recorded
+from reef_bus.events import (
+    EngineFenced,
+    EngineJoined,
+    EngineLeft,
+    EngineStaged,
+    Event,
+    ReceiverFailed,
+    ReceiverVerified,
+    Recorded,
+)
 from reef_bus.journal import Beat
 from reef_bus.manifest import Manifest, describe, differences
 from reef_bus.runner import Role, blocking
@@ -36,12 +48,20 @@ class Fault:
     def __init__(self, at: int = 0) -> None:
         self.at = at
 
-    def strike(self, engine: InferenceBackend, load_id: str) -> None:
+    def strike(self, received: Pieces, load_id: str) -> None:
         if self.at and int(load_id.rpartition(":")[2]) >= self.at:
             self.at = 0
-            name, piece = sorted(engine.live().items())[-1]
+            name, piece = sorted(received.items())[-1]
             piece.data[len(piece.data) // 2] ^= 0x01
             log.warning("fault switch: flipped a bit of %s after receiving %s", name, load_id)
+
+
+class Staging(NamedTuple):
+    """The second copy as it was hashed, and where: true as long as nobody has opened an ingress since."""
+
+    load_id: str
+    found: Manifest
+    places: Places
 
 
 class Agent(Role):
@@ -59,7 +79,9 @@ class Agent(Role):
         self.store = store
         self.fault = fault
         self.transports: dict[str, Transport] = transports(store)
+        self.ingress = asyncio.Lock()
         self.memory = asyncio.Lock()
+        self.staged: Staging | None = None
         self.world = World()
         self.open = asyncio.Event()
         self.proven = ""  # the digest that this memory was last found to have; empty while it is being written
@@ -96,7 +118,9 @@ class Agent(Role):
     # -- effects
 
     def react(self, world: World, now: int) -> Sequence[Debt]:
-        return reactions.engine(world, self.me, self.config.publication.deadlines)
+        head = world.publications.head
+        written = head is not None and self.proven != head.manifest
+        return reactions.engine(world, self.me, self.config.publication.deadlines, written=written)
 
     async def perform(self, debt: Debt, scope: contextlib.AsyncExitStack) -> Event | None:
         match debt.effect:
@@ -106,18 +130,23 @@ class Agent(Role):
                     url=self.url,
                     backend=self.config.inference.backend,
                     accepts=self.config.inference.accepts,
+                    modes=(FENCED, STAGED) if self.backend.stages else (FENCED,),
                 )
             case Fence() as effect:
                 return await self._fence(effect)
             case Receive() as effect:
                 return await self._receive(effect)
+            case Stage() as effect:
+                return await self._stage(effect)
             case VerifyHead() as effect:
                 return await self._verify(effect)
         raise AssertionError(debt.effect)
 
     async def _fence(self, effect: Fence) -> Event:
         began, head = time.monotonic(), self.world.publications.head
-        async with self.memory:
+        async with self.ingress, self.memory:
+            self.staged = None
+            await blocking(self.backend.unstage)
             resumed_at, self.resumed_at = self.resumed_at, 0
             return EngineFenced(
                 engine=self.me.id,
@@ -131,37 +160,74 @@ class Agent(Role):
 
     async def _receive(self, effect: Receive) -> Event:
         began = time.monotonic()
-        async with self.memory:
+        async with self.ingress, self.memory:
             try:
                 target = Manifest.decode(await blocking(self.store.get, effect.manifest))
                 self._writing()
-                moved = await self._move(effect, target)
-                self.fault.strike(self.backend, effect.load_id)
+                moved = await self._move(effect, target, self.backend.live())
+                self.fault.strike(self.backend.live(), effect.load_id)
                 found = await self._hash()
             except (TransferError, ContractError) as error:
-                cause = error.cause if isinstance(error, TransferError) else "artifact"
-                return self._failed(effect, cause, str(error))
+                return self._failed(effect, _cause(error), str(error))
             if found.digest != effect.manifest:
                 return self._failed(effect, "digest", differences(target, found)[0], found.digest)
         return self._verified(effect.load_id, found, "received", moved, began, effect.publication, effect.attempt)
 
-    async def _move(self, effect: Receive, target: Manifest) -> int:
+    async def _stage(self, effect: Stage) -> Event:
+        """Beside what is served, while generation goes on: the memory lock is nobody's business here."""
+        began = time.monotonic()
+        async with self.ingress:
+            self.staged = None
+            try:
+                target = Manifest.decode(await blocking(self.store.get, effect.manifest))
+                beside = await blocking(self._beside)
+                moved = await self._move(effect, target, beside)
+                self.fault.strike(beside, effect.load_id)
+                found = await blocking(describe, beside)
+            except (TransferError, ContractError) as error:
+                return self._failed(effect, _cause(error), str(error))
+            if found.digest != effect.manifest:
+                return self._failed(effect, "digest", differences(target, found)[0], found.digest)
+            self.staged = Staging(effect.load_id, found, places(beside))
+        return EngineStaged(
+            engine=self.me.id,
+            publication=effect.publication,
+            attempt=effect.attempt,
+            load_id=effect.load_id,
+            manifest=found.digest,
+            tensors=len(found.tensors),
+            bytes=moved,
+            ms=_ms(began),
+        )
+
+    def _beside(self) -> Pieces:
+        """The second copy, once it is certain that to write it is not to write what is served."""
+        beside = self.backend.stage()
+        if shared := set(places(beside).values()) & set(places(self.backend.live()).values()):
+            raise ContractError(
+                f"the second copy is no copy: {len(shared)} of its tensors lie where the served ones do"
+            )
+        return beside
+
+    async def _move(self, effect: Ingress, target: Manifest, into: Pieces) -> int:
         if effect.transport not in self.transports:
             raise TransferError("protocol", f"transport {effect.transport!r} is not one of {sorted(self.transports)}")
         return await self.transports[effect.transport].receive(
             Ticket(effect.transport, effect.address, effect.token),
             target,
-            self.backend.live(),
+            into,
             publication=effect.publication,
             attempt=effect.attempt,
             stall_s=effect.stall_s,
         )
 
     async def _verify(self, effect: VerifyHead) -> Event:
-        """From memory if that hashes to the head, else by loading its artifact and hashing again."""
-        began, method, moved = time.monotonic(), "memory", 0
-        async with self.memory:
-            found = await self._hash()
+        """By swapping in what was staged for it; from memory if that hashes to it; else by loading its artifact."""
+        began, method, moved = time.monotonic(), "swapped", 0
+        async with self.ingress, self.memory:
+            found = await self._swap(effect)
+            if found is None:
+                found, method = await self._hash(), "memory"
             if found.digest != effect.manifest:
                 method = "artifact"
                 self._writing()
@@ -175,6 +241,25 @@ class Agent(Role):
                     why = f"the head {effect.load_id} was loaded, but {differences(target, found)[0]}"
                     return EngineLeft(engine=self.me.id, reason=why)
         return self._verified(effect.load_id, found, method, moved, began)
+
+    async def _swap(self, effect: VerifyHead) -> Manifest | None:
+        """What is served now, if that is the staging of this head, where it was hashed and untouched since; in every
+        other case the staging is dropped, and whoever goes on has to hash."""
+        staged, self.staged = self.staged, None
+        if staged is None or (staged.load_id, staged.found.digest) != (effect.load_id, effect.manifest):
+            return None
+        self._writing()
+        try:
+            await blocking(self.backend.swap)
+        except ContractError as error:
+            log.warning("cannot swap %s in: %s", effect.load_id, error)
+            return None
+        if places(self.backend.live()) != staged.places:
+            log.warning("swapped, but what is served is not where %s was hashed", effect.load_id)
+            return None
+        self.proven = staged.found.digest
+        self._gate()
+        return staged.found
 
     def _writing(self) -> None:
         self.proven = ""
@@ -209,7 +294,7 @@ class Agent(Role):
             ms=_ms(began),
         )
 
-    def _failed(self, effect: Receive, cause: str, detail: str, observed: str = "") -> Event:
+    def _failed(self, effect: Ingress, cause: str, detail: str, observed: str = "") -> Event:
         return ReceiverFailed(
             engine=self.me.id,
             publication=effect.publication,
@@ -218,7 +303,12 @@ class Agent(Role):
             cause=cause,
             detail=detail,
             observed=observed,
+            staged=isinstance(effect, Stage),
         )
+
+
+def _cause(error: TransferError | ContractError) -> str:
+    return error.cause if isinstance(error, TransferError) else "artifact"
 
 
 def _ms(began: float) -> float:

@@ -13,25 +13,32 @@ import torch
 from torch import Tensor
 
 from reef_bus.backends import Completion, InferenceBackend, Pieces, Prompt
-from reef_bus.errors import ContractError, Rejected
+from reef_bus.errors import ContractError, Rejected, TransferError
 from reef_bus.policy import Policy, PolicyConfig, pieces, sample_with
 
 
 class TorchEngine(InferenceBackend):
-    """Answers have exactly `max_tokens` tokens: no id ends one, eos included, so finish_reason is always "length"."""
+    """Answers have exactly `max_tokens` tokens: no id ends one, eos included, so finish_reason is always "length".
+
+    The copies are two whole modules, and a batch's KV cache lives and dies with its batch: so a swap leaves nothing of
+    the old weights behind."""
+
+    stages = True
 
     def __init__(self, config: PolicyConfig | None = None, seed: int | None = None) -> None:
         """`seed` fixes the draws of prompts that bring none; without it they differ from run to run."""
         self.config = config or PolicyConfig()
         self._policy: Policy | None = None
         self._live: Pieces = {}
+        self._beside: Policy | None = None
+        self._staged: Pieces = {}
         self._generator = torch.Generator()
         self._generator.manual_seed(self._generator.seed() if seed is None else seed)
 
     def start(self) -> None:
         torch.set_num_threads(1)
         self._policy = Policy(self.config).requires_grad_(False)
-        self._live = pieces(dict(self._policy.named_parameters()), writable=True)
+        self._live = _views(self._policy)
 
     def live(self) -> Pieces:
         self._started()
@@ -49,8 +56,29 @@ class TorchEngine(InferenceBackend):
             answers.update(zip(group, found, strict=True))
         return [answers[index] for index in range(len(prompts))]
 
+    def stage(self) -> Pieces:
+        self._started()
+        if self._beside is None:
+            try:
+                self._beside = Policy(self.config).requires_grad_(False)
+            except (RuntimeError, MemoryError) as error:  # the first is what torch's allocator raises
+                raise TransferError("memory", f"no room for a second copy: {error}") from error
+            self._staged = _views(self._beside)
+        return self._staged
+
+    def swap(self) -> None:
+        """The views are taken anew, from the parameters themselves, so that they say what the forward pass reads."""
+        if self._beside is None:
+            raise ContractError("nothing is staged; call stage() and fill it first")
+        self._policy, self._beside = self._beside, self._started()
+        self._live, self._staged = _views(self._policy), _views(self._beside)
+
+    def unstage(self) -> None:
+        self._beside, self._staged = None, {}
+
     def close(self) -> None:
         self._policy, self._live = None, {}
+        self.unstage()
 
     def _started(self) -> Policy:
         if self._policy is None:
@@ -71,6 +99,10 @@ class TorchEngine(InferenceBackend):
         if prompt.seed is not None:
             generator = torch.Generator().manual_seed(prompt.seed % 2**64)
         return torch.rand(prompt.max_tokens, dtype=torch.float64, generator=generator)
+
+
+def _views(policy: Policy) -> Pieces:
+    return pieces(dict(policy.named_parameters()), writable=True)
 
 
 def _groups(prompts: Sequence[Prompt]) -> list[list[int]]:

@@ -354,7 +354,10 @@ def _config(args: argparse.Namespace, temporary: str | None) -> Config:
             )
         config = load(path)
         gateway = msgspec.structs.replace(config.gateway, port=0)  # another process may have the old one by now
-        return msgspec.structs.replace(config, nats=Nats(), gateway=gateway, state_dir=args.resume)
+        publication = msgspec.structs.replace(config.publication, mode=args.mode or config.publication.mode)
+        return msgspec.structs.replace(
+            config, nats=Nats(), gateway=gateway, publication=publication, state_dir=args.resume
+        )
     folder = temporary or args.keep
     if Path(folder, "run", CONFIG_FILE).exists():
         raise Rejected(
@@ -365,7 +368,9 @@ def _config(args: argparse.Namespace, temporary: str | None) -> Config:
         state_dir=folder,
         training=Training(seed=args.seed, group_size=GROUP_SIZE),
         publication=Publication(
-            publishers=1, deadlines=Deadlines(fence_s=10.0, sender_s=20.0, stall_s=5.0, verify_s=10.0, heartbeat_s=6.0)
+            publishers=1,
+            mode=args.mode or "fenced",
+            deadlines=Deadlines(fence_s=10.0, sender_s=20.0, stall_s=5.0, verify_s=10.0, heartbeat_s=6.0),
         ),
         supervision=Restarts(max_restarts=max(3, len(args.kill)), window_s=300.0, delay_s=0.2),
     )

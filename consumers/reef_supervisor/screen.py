@@ -66,7 +66,7 @@ class Screen:
         for name in sorted(world.membership.engines):
             held = world.membership.engines[name].verified
             table.add_row(name, f"{engine_state(world, name)}  {held.load_id if held else ''}")
-        table.add_row("fence", f"{self.tally.fence_ms() or 0:.0f} ms (median, target to resumed)")
+        table.add_row("fence", f"{self.tally.fence_ms() or 0:.0f} ms (median, until resumed)")
         table.add_row("samples", f"{answers} ({self.rate(answers):.0f}/s)")
         events = [Text(f"{r.seq:6d} {r.name:19} {sentence(r.event)}"[:118], style="dim") for r in self.tally.recent]
         return Group(table, *events)

@@ -12,6 +12,7 @@ from consumers.reef_supervisor.harness import Scored
 from reef_bus.events import (
     CandidateSelected,
     EngineFenced,
+    EngineStaged,
     ReceiverVerified,
     Recorded,
     ReleaseCommitted,
@@ -33,6 +34,7 @@ class Tally:
         self.committed: list[str] = []
         self._targets: dict[str, int] = {}
         self._selected: dict[str, int] = {}
+        self._commits: dict[str, int] = {}
         self._resumed: set[tuple[str, str]] = set()
         self._fence_ms: dict[str, list[float]] = defaultdict(list)
         self._serving_ms: dict[str, list[float]] = defaultdict(list)
@@ -49,10 +51,16 @@ class Tally:
             case TargetPersisted(load_id=load_id, candidate=candidate):
                 self._targets[load_id] = recorded.time
                 self._selected[load_id] = self._selected.get(candidate, recorded.time)
+            case EngineStaged(bytes=moved):
+                self.bytes += moved
+            case ReceiverVerified(method="swapped", load_id=load_id) if load_id in self._commits:
+                self._fence_ms[load_id].append((recorded.time - self._commits[load_id]) / MS)
+                self._serving_ms[load_id].append((recorded.time - self._selected[load_id]) / MS)
             case ReceiverVerified(bytes=moved):
                 self.bytes += moved
             case ReleaseCommitted(load_id=load_id, evidence=evidence):
                 self.verified += len(evidence)
+                self._commits[load_id] = recorded.time
                 if recorded.time >= self.since:
                     self.committed.append(load_id)
             case EngineFenced(engine=engine, previous=load_id, resumed_at=at) if at and load_id in self._targets:
@@ -63,11 +71,12 @@ class Tally:
                 self._serving_ms[load_id].append((at - self._selected[load_id]) / MS)
 
     def fence_ms(self) -> float | None:
-        """Median over releases of the longest time from the target to an engine's resuming with it."""
+        """Median over releases of the longest pause of an engine: from what stopped it (the target; in staged mode the
+        commit) to its resuming with the release."""
         return _median([max(times) for times in self._fence_ms.values()])
 
     def serving_ms(self) -> float | None:
-        """The same from the candidate's selection."""
+        """The same from the candidate's selection on."""
         return _median([max(times) for times in self._serving_ms.values()])
 
     def reward(self, load_id: str, least: int = 1) -> float | None:

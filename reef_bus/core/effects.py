@@ -36,6 +36,7 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True):
     """What a publisher decides by, beside the log. `publish` is `every` candidate in its turn, or the `latest` one."""
 
     transport: str = "tcp"
+    mode: str = "fenced"
     pause: str = "drain"
     publish: str = "every"
     deadlines: Deadlines = Deadlines()
@@ -102,8 +103,8 @@ class Fence(Effect, frozen=True):
     attempt: int
 
 
-class Receive(Effect, frozen=True):
-    """Receive the target from the ticket into fenced memory and hash it; ends in a report."""
+class Ingress(Effect, frozen=True):
+    """What lets the target's bytes in, for one attempt."""
 
     publication: str
     attempt: int
@@ -115,8 +116,17 @@ class Receive(Effect, frozen=True):
     stall_s: float
 
 
+class Receive(Ingress, frozen=True):
+    """Receive the target from the ticket into fenced memory and hash it; ends in a report."""
+
+
+class Stage(Ingress, frozen=True):
+    """Receive the target beside what goes on serving and hash it there; ends in `EngineStaged` or `ReceiverFailed`."""
+
+
 class VerifyHead(Effect, frozen=True):
-    """Prove the head in memory, loading its artifact if need be; ends in `ReceiverVerified`, or ends the boot."""
+    """Prove the head in memory, by swapping in what was staged or loading its artifact if need be; ends in
+    `ReceiverVerified`, or ends the boot."""
 
     load_id: str
     manifest: str

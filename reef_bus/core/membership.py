@@ -14,6 +14,7 @@ from reef_bus.events import (
     EngineFenced,
     EngineJoined,
     EngineLeft,
+    EngineStaged,
     Event,
     Member,
     ReceiverFailed,
@@ -23,13 +24,15 @@ from reef_bus.events import (
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
-    """What a boot said at `seq` about its memory: the digest that it verified, or why it failed."""
+    """What a boot said at `seq` about its memory, or about the copy `staged` beside it: the digest that it verified, or
+    why it failed."""
 
     seq: int
     time: int
     load_id: str
     manifest: str
     failure: str = ""
+    staged: bool = False
 
 
 class Engine(msgspec.Struct, kw_only=True):
@@ -42,6 +45,7 @@ class Engine(msgspec.Struct, kw_only=True):
     url: str
     backend: str
     accepts: tuple[str, ...]
+    modes: tuple[str, ...] = ("fenced",)
     left: bool = False
     out: int = 0
     fenced: int = 0
@@ -85,6 +89,7 @@ def _join(membership: Membership, recorded: Recorded, event: EngineJoined) -> No
         url=event.url,
         backend=event.backend,
         accepts=event.accepts,
+        modes=event.modes,
     )
 
 
@@ -95,24 +100,36 @@ def _fence(membership: Membership, recorded: Recorded, event: EngineFenced) -> N
     membership.fences.setdefault(_key(recorded.boot, event.publication, event.attempt), word)
 
 
+def _stage(membership: Membership, recorded: Recorded, event: EngineStaged) -> None:
+    report = Report(seq=recorded.seq, time=recorded.time, load_id=event.load_id, manifest=event.manifest, staged=True)
+    _report(membership, recorded, event, report)
+
+
 def _verify(membership: Membership, recorded: Recorded, event: ReceiverVerified) -> None:
     report = Report(seq=recorded.seq, time=recorded.time, load_id=event.load_id, manifest=event.manifest)
-    membership.engines[event.engine].verified = report
-    _remember(membership, recorded, event, report)
+    _report(membership, recorded, event, report)
 
 
 def _fail(membership: Membership, recorded: Recorded, event: ReceiverFailed) -> None:
-    why = f"{event.cause}: {event.detail}"
-    report = Report(seq=recorded.seq, time=recorded.time, load_id=event.load_id, manifest=event.observed, failure=why)
-    membership.engines[event.engine].verified = None
-    _remember(membership, recorded, event, report)
+    report = Report(
+        seq=recorded.seq,
+        time=recorded.time,
+        load_id=event.load_id,
+        manifest=event.observed,
+        failure=f"{event.cause}: {event.detail}",
+        staged=event.staged,
+    )
+    _report(membership, recorded, event, report)
 
 
-def _remember(
-    membership: Membership, recorded: Recorded, event: ReceiverVerified | ReceiverFailed, report: Report
+def _report(
+    membership: Membership, recorded: Recorded, event: EngineStaged | ReceiverVerified | ReceiverFailed, report: Report
 ) -> None:
-    membership.engines[event.engine].reported = recorded.seq
+    """The first word on an attempt stays. What is said of a staging changes no trust in what is served."""
     membership.reports.setdefault(_key(recorded.boot, event.publication, event.attempt), report)
+    if not report.staged:
+        found = membership.engines[event.engine]
+        found.reported, found.verified = report.seq, None if report.failure else report
 
 
 def _leave(membership: Membership, recorded: Recorded, event: EngineLeft) -> None:
@@ -123,6 +140,7 @@ def _leave(membership: Membership, recorded: Recorded, event: EngineLeft) -> Non
 CHANGES: Mapping[type[Event], Callable[[Membership, Recorded, Any], None]] = {
     EngineJoined: _join,
     EngineFenced: _fence,
+    EngineStaged: _stage,
     ReceiverVerified: _verify,
     ReceiverFailed: _fail,
     EngineLeft: _leave,

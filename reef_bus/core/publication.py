@@ -26,6 +26,7 @@ from reef_bus.events import (
 )
 
 MAX_ATTEMPTS = 3
+FENCED, STAGED = "fenced", "staged"  # how a release is received: into stopped memory, or beside what is served
 SUPERSEDED = "superseded"  # the one refusal through which a base chain may still reach the head
 
 

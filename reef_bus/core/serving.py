@@ -6,6 +6,7 @@ Knows: the world. Must not know: processes, addresses' health, or time.
 from __future__ import annotations
 
 from reef_bus.core.membership import Engine
+from reef_bus.core.publication import FENCED
 from reef_bus.core.world import World
 from reef_bus.events import Member
 
@@ -24,7 +25,7 @@ def present(world: World, engine: Engine) -> bool:
 def fenced(world: World, engine: str, boot: str) -> bool:
     """A fence is up and covers this boot."""
     open_ = world.publications.open
-    return open_ is not None and open_.mode == "fenced" and Member(engine, boot) in open_.members
+    return open_ is not None and open_.mode == FENCED and Member(engine, boot) in open_.members
 
 
 def holds_head(world: World, engine: Engine) -> bool:

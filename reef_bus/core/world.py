@@ -14,7 +14,7 @@ import msgspec
 from reef_bus.core import membership, publication, requests, supervision, training
 from reef_bus.core.ids import LoadId
 from reef_bus.core.membership import Membership
-from reef_bus.core.publication import SUPERSEDED, Publications
+from reef_bus.core.publication import STAGED, SUPERSEDED, Publications
 from reef_bus.core.requests import Request
 from reef_bus.core.supervision import Component
 from reef_bus.core.training import Training, in_step, links
@@ -228,8 +228,13 @@ def _check_commit(world: World, recorded: Recorded, event: ReleaseCommitted) -> 
     for member in open_.members:
         report = world.membership.report(member.boot, open_.id, open_.attempt)
         if report is None or not agrees(report, open_):
-            said = (report.failure or report.manifest) if report else "nothing"
-            _contradiction(recorded, f"{member.engine} boot {member.boot} reported {said}, not the target's digest")
+            said = "nothing" if report is None else report.failure or f"{_kind(report.staged)} {report.manifest}"
+            wanted = _kind(open_.mode == STAGED)
+            _contradiction(recorded, f"{member.engine} boot {member.boot} reported {said}, not the target's {wanted}")
+
+
+def _kind(staged: bool) -> str:
+    return "staged digest" if staged else "digest"
 
 
 CHECKS: Mapping[type[Event], Callable[[World, Recorded, Any], None]] = {
@@ -244,8 +249,9 @@ CHECKS: Mapping[type[Event], Callable[[World, Recorded, Any], None]] = {
 
 
 def agrees(report: membership.Report, target: publication.Publication) -> bool:
-    """The report is a proof of the target: load id and digest, without a failure."""
-    return not report.failure and (report.load_id, report.manifest) == (target.load_id, target.manifest)
+    """The report is a proof of the target: load id and digest, of the copy that its mode writes, without a failure."""
+    found = report.load_id, report.manifest, report.staged
+    return not report.failure and found == (target.load_id, target.manifest, target.mode == STAGED)
 
 
 def reaches_head(world: World, candidate: str) -> bool:

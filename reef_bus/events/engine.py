@@ -18,11 +18,15 @@ class EngineEvent(Event, frozen=True, kw_only=True):
 
 
 class EngineJoined(EngineEvent, frozen=True, kw_only=True):
-    """A boot of the engine is up, holds nothing that may serve yet, and replaces every older boot of it."""
+    """A boot of the engine is up, holds nothing that may serve yet, and replaces every older boot of it.
+
+    It can `accept` these transports, and take releases in these `modes`: `staged` needs room for a second copy.
+    """
 
     url: str
     backend: str
     accepts: tuple[str, ...]
+    modes: tuple[str, ...] = ("fenced",)
 
 
 class EngineFenced(EngineEvent, frozen=True, kw_only=True):
@@ -69,7 +73,8 @@ class ReceiverVerified(EngineEvent, frozen=True, kw_only=True):
 
 
 class ReceiverFailed(EngineEvent, frozen=True, kw_only=True):
-    """The engine could not receive or prove the target; `detail` names the tensor where one is to blame."""
+    """The engine could not receive or prove the target; `detail` names the tensor where one is to blame. With `staged`
+    it speaks of the copy beside the served one, and what it serves is as it was."""
 
     publication: str
     attempt: int
@@ -77,6 +82,7 @@ class ReceiverFailed(EngineEvent, frozen=True, kw_only=True):
     cause: str
     detail: str
     observed: str = ""
+    staged: bool = False
 
 
 class EngineLeft(EngineEvent, frozen=True, kw_only=True):

@@ -6,9 +6,12 @@ what any test asks of them.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from abc import ABC, abstractmethod
 from typing import Literal
+
+from nats.js.errors import NotFoundError
 
 from reef_bus.core.world import World, fold
 from reef_bus.embedded import NatsServer
@@ -68,15 +71,14 @@ class Served(Broker):
     def __init__(self, servers: NatsServer | NatsCluster) -> None:
         super().__init__()
         self.servers = servers
-        self.replicas = 1 if isinstance(servers, NatsServer) else len(servers.nodes)
-        self.retry = "conflict" if self.replicas == 1 else "duplicate"
+        self.retry = "conflict" if isinstance(servers, NatsServer) else "duplicate"
         self.clients: list[JetStreamJournal] = []
 
     async def open(self) -> JetStreamJournal:
         found = await connect(self.servers.url, self.deployment, f"client-{len(self.clients)}")
         self.clients.append(found)
         if len(self.clients) == 1:
-            await found.apply(self.replicas)
+            await (found.apply(1) if isinstance(self.servers, NatsServer) else self.servers.ready(found))
         return found
 
     async def publish(self, where: str, header: dict[str, str], body: bytes) -> int:
@@ -88,7 +90,8 @@ class Served(Broker):
     async def close(self) -> None:
         """Let go of the streams too: on a cluster each is a group that goes on voting."""
         for name in ("RELEASES", "LOG", "RECORDS", "TELEMETRY"):
-            await self.clients[0].js.delete_stream(stream_name(self.deployment, name))
+            with contextlib.suppress(NotFoundError):  # a single server that was killed forgot the one in memory
+                await self.clients[0].js.delete_stream(stream_name(self.deployment, name))
         for client in self.clients:
             await client.close()
 

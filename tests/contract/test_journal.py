@@ -210,10 +210,10 @@ async def test_following_brings_everything_in_order_and_what_comes_later(broker:
             seen.extend(recorded.seq for recorded in batch)
 
     task = asyncio.create_task(follow())
-    await until(lambda: seen == [1])
+    await until(lambda: seen == [1], 15.0)
     for n in range(40):
         await writer.append(draft(joined(f"e{n}")), 0)
-    await until(lambda: len(seen) == 41)
+    await until(lambda: len(seen) == 41, 15.0)
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
     assert seen == list(range(1, 42))

@@ -51,6 +51,15 @@ class NatsCluster:
                 node.kill()
             node.stop()
 
+    async def ready(self, journal: JetStreamJournal) -> None:
+        """Create the deployment's streams, as soon as the nodes have elected who may."""
+        async with asyncio.timeout(READY_S):
+            while True:
+                with contextlib.suppress(Unavailable):
+                    await journal.apply(len(self.nodes))
+                    return
+                await asyncio.sleep(0.1)
+
     async def leader(self, journal: JetStreamJournal, stream: str) -> NatsServer:
         """The node that leads the stream now; waits for an election to end."""
         async with asyncio.timeout(READY_S):

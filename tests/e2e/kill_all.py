@@ -1,4 +1,5 @@
-"""Every role killed at every event, once: `make kill-all`. One live deployment, a release or more per cell.
+"""Every role killed at every event, once: `make kill-all`. One live deployment, a release or more per cell;
+`ARGS="--mode staged"` does it to staged releases.
 
 Knows: which events a healthy deployment writes by itself, how to provoke some others, and which need faults that are
 not made here. A new event without a place below fails the run, before anything is killed.
@@ -16,8 +17,9 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
 from consumers.reef_supervisor.role import components
+from reef_bus.config import Config
 from reef_bus.events import CATALOGUE, Recorded
-from tests.e2e.live import CONFIG, Live, kill_at, live, recovered
+from tests.e2e.live import CONFIG, Live, in_mode, kill_at, live, recovered
 
 ROLES = (*components(CONFIG), "nats")
 RELEASE = (
@@ -32,6 +34,7 @@ RELEASE = (
     "ReceiverVerified",
     "ReleaseCommitted",
 )
+STAGED_RELEASE = tuple("EngineStaged" if event == "EngineFenced" else event for event in RELEASE)
 AT_START = ("ScenarioRegistered",)
 NOT_MADE = {
     "LogOpened": "written before any role runs",
@@ -43,7 +46,6 @@ NOT_MADE = {
     "EngineExcluded": "heartbeats that stop, as SIGSTOP makes them; tests/integration/test_recovery.py",
     "EngineLeft": "an artifact that cannot be loaded; unit tests",
     "RecoveryHalted": "the restart budget, which this run raises",
-    "EngineStaged": "staged mode",
     "JobAmbiguous": "a backend that mutates in place",
     "JobDiscarded": "a person's answer; unit tests",
     "RequestRefused": "a person's request that came too late; unit tests",
@@ -102,7 +104,7 @@ PROVOKED: dict[str, Provocation] = {
     "ComponentLost": _now("publisher"),
     "RestartScheduled": _now("publisher"),
     "ReadinessPublished": _now("publisher"),
-    "TransferAborted": _at("EngineFenced", "engine-1"),
+    "TransferAborted": _at("TargetPersisted", "engine-1"),
     "PublicationHalted": _exhaust,
     "TrainerRestored": _exhaust,
 }
@@ -118,11 +120,12 @@ async def cell(found: Live, role: str, event: str) -> float:
     return await recovered(found, seq)
 
 
-async def everything(events: Sequence[str], show: Callable[[str, str, float], None]) -> list[str]:
+async def everything(mode: str, events: Sequence[str], show: Callable[[str, str, float], None]) -> list[str]:
     """All cells of these events. Returns the audits' findings."""
+    config = in_mode(mode)
     with tempfile.TemporaryDirectory(prefix="reef-kill-") as folder:
-        async with live(Path(folder), CONFIG) as found:
-            for event in (event for event in (*RELEASE, *PROVOKED) if event in events):
+        async with live(Path(folder), config) as found:
+            for event in (event for event in (*release(mode), *PROVOKED) if event in events):
                 for role in ROLES:
                     show(event, role, await cell(found, role, event))
             await found.client.stop()
@@ -130,13 +133,17 @@ async def everything(events: Sequence[str], show: Callable[[str, str, float], No
     for event in (event for event in AT_START if event in events):
         for role in ROLES:
             with tempfile.TemporaryDirectory(prefix="reef-kill-") as folder:
-                seconds, texts = await at_start(Path(folder), role, event)
+                seconds, texts = await at_start(Path(folder), config, role, event)
                 show(event, role, seconds)
                 findings += texts
     return findings
 
 
-async def at_start(folder: Path, role: str, event: str) -> tuple[float, list[str]]:
+def release(mode: str) -> tuple[str, ...]:
+    return STAGED_RELEASE if mode == "staged" else RELEASE
+
+
+async def at_start(folder: Path, config: Config, role: str, event: str) -> tuple[float, list[str]]:
     """A fresh deployment whose `role` is killed at an event that a log holds once."""
     killed: list[int] = []
 
@@ -149,7 +156,7 @@ async def at_start(folder: Path, role: str, event: str) -> tuple[float, list[str
         found.watchers.append(watch)
 
     began = time.monotonic()
-    async with live(folder, CONFIG, before=strike) as found:
+    async with live(folder, config, before=strike) as found:
         await found.until("a release", lambda: found.releases() >= 1 and found.all_serve())
         assert killed, f"{event} never appeared"
         await found.client.stop()
@@ -160,9 +167,11 @@ async def at_start(folder: Path, role: str, event: str) -> tuple[float, list[str
 def main() -> int:
     parser = argparse.ArgumentParser(prog="make kill-all")
     parser.add_argument("--json", action="store_true", help="one JSON line per cell instead of a table")
-    parser.add_argument("--only", metavar="EVENT", nargs="+", default=(*RELEASE, *PROVOKED, *AT_START), help="rows")
+    parser.add_argument("--mode", choices=("fenced", "staged"), default="fenced", help="of the releases")
+    parser.add_argument("--only", metavar="EVENT", nargs="+", help="rows")
     args = parser.parse_args()
-    placed = {*RELEASE, *PROVOKED, *AT_START, *NOT_MADE}
+    rows = args.only or (*release(args.mode), *PROVOKED, *AT_START)
+    placed = {*RELEASE, *STAGED_RELEASE, *PROVOKED, *AT_START, *NOT_MADE}
     if placed != set(CATALOGUE):
         print(f"events without a place in this file: {sorted(set(CATALOGUE) ^ placed)}", file=sys.stderr)
         return 2
@@ -173,9 +182,9 @@ def main() -> int:
         line = {"event": event, "role": role, "seconds": round(seconds, 2)}
         print(json.dumps(line) if args.json else f"{event:20} {role:10} {seconds:5.1f} s", flush=True)
 
-    findings = asyncio.run(everything(args.only, show))
+    findings = asyncio.run(everything(args.mode, rows, show))
     if not args.json:
-        _table(cells, args.only)
+        _table(cells, rows)
     print(f"{len(cells)} cells, {len(findings)} findings of the audit", file=sys.stderr)
     for finding in findings:
         print(finding, file=sys.stderr)

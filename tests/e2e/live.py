@@ -35,6 +35,10 @@ CONFIG = Config(
 )
 
 
+def in_mode(mode: str) -> Config:
+    return msgspec.structs.replace(CONFIG, publication=msgspec.structs.replace(CONFIG.publication, mode=mode))
+
+
 class Live:
     """The deployment, its client, and every event since this process began to watch."""
 

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from nats.aio.client import Client
 
 from reef_bus.audit import write_export
+from reef_bus.connection import QuickClient
 from reef_bus.envelope import decode_line, from_json
 from reef_bus.events import CATALOGUE
-from reef_bus.jetstream import QuickClient
 from tests.bench.audit import history
 
 GOLDEN = Path(__file__).parents[1] / "golden"

@@ -125,6 +125,22 @@ async def test_what_was_written_since_the_proof_closes_the_gate_whatever_the_fol
     assert not found.open.is_set() and found.serving() == ""
 
 
+async def test_what_was_written_since_the_proof_is_owed_again_until_it_is_proven(tmp_path: Path) -> None:
+    """The other half of that clause. A second offer of the same attempt had begun when the first one's report counted:
+    the log shows a proof, the memory holds half of something, and nobody else will ever ask."""
+    found = agent(tmp_path)
+    see(found, *SERVING)
+    assert found.react(found.world, 0) == []
+    head = found.world.publications.head
+    assert head is not None
+    await say(found, receiving(found, bytes(16)))
+    owed = found.react(found.world, 0)
+    assert [debt.effect for debt in owed] == [VerifyHead("inc:0", head.manifest, head.weights)]
+    assert found.react(found.world, 0)[0].key == owed[0].key
+    found.proven = head.manifest
+    assert found.react(found.world, 0) == []
+
+
 # -- fence
 
 

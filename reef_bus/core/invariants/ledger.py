@@ -24,6 +24,7 @@ from reef_bus.events import (
     CandidateSelected,
     EngineFenced,
     EngineJoined,
+    EngineStaged,
     Event,
     Evidence,
     JobDiscarded,
@@ -58,7 +59,7 @@ class Said(NamedTuple):
     """A member's first report on an attempt."""
 
     seq: int
-    event: ReceiverVerified | ReceiverFailed
+    event: EngineStaged | ReceiverVerified | ReceiverFailed
 
 
 class Open(NamedTuple):
@@ -77,8 +78,8 @@ Wrong = Iterator[tuple[int | str, str]]
 
 
 class Ledger(msgspec.Struct, kw_only=True):
-    """What the events said so far. `ended` says how a candidate ended; `stops` are, by boot, the fences raised for the
-    attempt that was then open: a stale one, stored late, proves no drain."""
+    """What the events said so far. `ended` says how a candidate ended; `stops` are, by boot, its swaps and the fences
+    raised for the attempt that was then open: a stale one, stored late, proves no drain."""
 
     findings: Findings
     answers: Answers
@@ -129,9 +130,11 @@ def _join(ledger: Ledger, recorded: Recorded, event: EngineJoined) -> None:
     ledger.engines.add(event.engine)
 
 
-def _report(ledger: Ledger, recorded: Recorded, event: ReceiverVerified | ReceiverFailed) -> None:
+def _report(ledger: Ledger, recorded: Recorded, event: EngineStaged | ReceiverVerified | ReceiverFailed) -> None:
     word = (recorded.boot, event.publication, event.attempt)
     ledger.reports.setdefault(word, Said(recorded.seq, event))
+    if type(event) is ReceiverVerified and event.method == "swapped":
+        ledger.stops.setdefault(recorded.boot, []).append(recorded.seq)
 
 
 def _fence(ledger: Ledger, recorded: Recorded, event: EngineFenced) -> None:
@@ -324,6 +327,11 @@ def _wrong_proof(ledger: Ledger, open_: Open, evidence: Evidence) -> Wrong:
         yield 7, f"{who} never reported on attempt {open_.attempt}"
     elif isinstance(said.event, ReceiverFailed):
         yield 7, f"{who} first reported a failure at {said.seq}: {said.event.cause}"
+    elif isinstance(said.event, EngineStaged) != (target.mode == "staged"):
+        yield (
+            7,
+            f"{who} first said {type(said.event).__name__} at {said.seq}, which proves nothing in mode {target.mode}",
+        )
     elif (said.event.load_id, said.event.manifest) != (target.load_id, target.manifest):
         yield 7, f"{who} verified {said.event.load_id} {said.event.manifest} at {said.seq}; not {target.manifest}"
     elif (evidence.engine, evidence.seq, evidence.manifest) != (said.event.engine, said.seq, said.event.manifest):
@@ -346,6 +354,7 @@ ENTRIES: Mapping[type[Event], Callable[[Ledger, Recorded, Any], None]] = {
     RollbackRequested: _ask,
     EngineJoined: _join,
     EngineFenced: _fence,
+    EngineStaged: _report,
     ReceiverVerified: _report,
     ReceiverFailed: _report,
     ScenarioRegistered: _register,

@@ -12,17 +12,19 @@ from reef_bus.core.effects import (
     Me,
     Receive,
     Retire,
+    Stage,
     VerifyHead,
 )
 from reef_bus.core.membership import Engine
-from reef_bus.core.publication import Publication
+from reef_bus.core.publication import STAGED, Publication
 from reef_bus.core.reactions.common import all_fenced, join_or_retire, word
 from reef_bus.core.serving import fenced, live, owes_head
 from reef_bus.core.world import World
+from reef_bus.events import Member
 
 
-def engine(world: World, me: Me, deadlines: Deadlines) -> list[Debt]:
-    """What the agent of one engine owes."""
+def engine(world: World, me: Me, deadlines: Deadlines, *, written: bool = False) -> list[Debt]:
+    """What the agent of one engine owes. `written`, which no log can know: its memory is not what it last proved."""
     if not world.incarnation:
         return []
     found = world.membership.engines.get(me.id)
@@ -33,19 +35,30 @@ def engine(world: World, me: Me, deadlines: Deadlines) -> list[Debt]:
     open_ = world.publications.open
     if open_ is not None and fenced(world, me.id, me.boot):
         return _attempt(world, me, open_, deadlines)
-    return _head(world, found)
+    return _head(world, found, written) or _staging(world, me, open_, deadlines)
 
 
 def _attempt(world: World, me: Me, open_: Publication, deadlines: Deadlines) -> list[Debt]:
     if world.membership.fence(me.boot, open_.id, open_.attempt) is None:
         fence = Fence(open_.id, open_.attempt)
         return [Debt(key=f"fence/{open_.attempt_seq}", effect=fence, cause=open_.attempt_seq, correlation=open_.id)]
+    return _ingress(world, me, open_, deadlines, Receive) if all_fenced(world, open_) else []
+
+
+def _staging(world: World, me: Me, open_: Publication | None, deadlines: Deadlines) -> list[Debt]:
+    """Only beside a proven head: what was staged for it was swapped in, or dropped for the artifact, before."""
+    if open_ is None or open_.mode != STAGED or Member(me.id, me.boot) not in open_.members:
+        return []
+    return _ingress(world, me, open_, deadlines, Stage)
+
+
+def _ingress(
+    world: World, me: Me, open_: Publication, deadlines: Deadlines, kind: type[Receive] | type[Stage]
+) -> list[Debt]:
     sender = word(world, open_)
-    if world.membership.report(me.boot, open_.id, open_.attempt) or sender is None or not all_fenced(world, open_):
+    if world.membership.report(me.boot, open_.id, open_.attempt) or sender is None or sender.failure:
         return []
-    if sender.failure:
-        return []
-    receive = Receive(
+    ingress = kind(
         open_.id,
         open_.attempt,
         open_.load_id,
@@ -55,11 +68,11 @@ def _attempt(world: World, me: Me, open_: Publication, deadlines: Deadlines) -> 
         sender.token,
         deadlines.stall_s,
     )
-    return [Debt(key=f"receive/{sender.seq}", effect=receive, cause=sender.seq, correlation=open_.id)]
+    return [Debt(key=f"receive/{sender.seq}", effect=ingress, cause=sender.seq, correlation=open_.id)]
 
 
-def _head(world: World, found: Engine) -> list[Debt]:
-    since, head = owes_head(world, found), world.publications.head
+def _head(world: World, found: Engine, written: bool) -> list[Debt]:
+    since, head = owes_head(world, found) or (found.reported if written else 0), world.publications.head
     if not since or head is None:
         return []
     verify = VerifyHead(head.load_id, head.manifest, head.weights)

@@ -15,7 +15,7 @@ from reef_bus.core.effects import (
 )
 from reef_bus.core.ids import LoadId, derived
 from reef_bus.core.membership import Engine, Report, current
-from reef_bus.core.publication import MAX_ATTEMPTS, SUPERSEDED, Publication
+from reef_bus.core.publication import MAX_ATTEMPTS, STAGED, SUPERSEDED, Publication
 from reef_bus.core.reactions.common import SECOND, word
 from reef_bus.core.reactions.operator import halts, refusals, refuse, retirements
 from reef_bus.core.requests import Request, wanted
@@ -42,8 +42,8 @@ def publisher(world: World, policy: Policy, now: int, silent: frozenset[str] = f
         return []
     open_, rollback = world.publications.open, wanted(world.requests, RollbackRequested)
     first = [*refusals(world), *retirements(world), *_outcasts(world, open_, silent)]
-    if rollback and (unable := _unable(world, "files")):  # before anything is halted for it
-        return [*first, refuse(world, rollback, "transport", f"a rollback is read from files, refused by {unable}")]
+    if rollback and (refused := _no_rollback(world, rollback, policy)):
+        return [*first, refused]
     if open_:
         return first + (halts(world, open_) or _drive(world, open_, policy.deadlines, now))
     return first + (_rollback(world, rollback, policy) if rollback else _next_target(world, policy))
@@ -89,11 +89,28 @@ def _next_target(world: World, policy: Policy) -> list[Debt]:
     if unable or policy.transport not in offers:
         detail = f"transport {policy.transport}: the trainer offers {list(offers)}, refused by {unable}"
         return [_refuse(world, candidate, "transport", detail)]
+    if wrong := _wrong_mode(members, policy):
+        return [_refuse(world, candidate, "mode", wrong)]
     return [_target(world, candidate, members, policy)]
 
 
 def _unable(world: World, transport: str) -> list[str]:
     return [engine.id for engine in _members(world) if transport not in engine.accepts]
+
+
+def _wrong_mode(members: list[Engine], policy: Policy) -> str:
+    """Which engines cannot take a release in this mode, or an empty string."""
+    able = [e.id for e in members if policy.mode in e.modes]
+    unable = [e.id for e in members if policy.mode not in e.modes]
+    return f"mode {policy.mode}: {able} can, refused by {unable}; set publication.mode to fenced" if unable else ""
+
+
+def _no_rollback(world: World, asked: Request, policy: Policy) -> Debt | None:
+    """What an engine cannot take is refused before anything is halted for it."""
+    if unable := _unable(world, "files"):
+        return refuse(world, asked, "transport", f"a rollback is read from files, refused by {unable}")
+    wrong = _wrong_mode(_members(world), policy)
+    return refuse(world, asked, "mode", wrong) if wrong else None
 
 
 def _rollback(world: World, asked: Request, policy: Policy) -> list[Debt]:
@@ -136,7 +153,7 @@ def _target(
         members=tuple(Member(e.id, e.boot) for e in members),
         sender="artifact" if asked else "trainer",
         transport=policy.transport,
-        mode="fenced",
+        mode=policy.mode,
         pause=policy.pause,
         request=asked.seq if asked else 0,
     )
@@ -185,7 +202,7 @@ def _verdict(
     lost = [m for m in members if m not in verified and not _alive(world, m)]
     if lost:
         return "member_lost", f"{_names(lost)} replaced, excluded or gone", lost, False
-    unfenced = [m for m in members if world.membership.fence(m.boot, open_.id, open_.attempt) is None]
+    unfenced = _unfenced(world, open_)
     if unfenced and now > open_.attempt_time + deadlines.fence_s * SECOND:
         return "fence_deadline", f"{_names(unfenced)} did not stop within {deadlines.fence_s:g} s", unfenced, True
     sender = word(world, open_)
@@ -212,6 +229,13 @@ def _receivers(
         detail = f"{_names(missing)} did not verify within {deadlines.verify_s:g} s"
         return "verify_deadline", detail, guilty, True
     return None
+
+
+def _unfenced(world: World, open_: Publication) -> list[Member]:
+    """Members that have not stopped yet; a staged release stops nobody, and waits for nobody to stop."""
+    if open_.mode == STAGED:
+        return []
+    return [m for m in open_.members if world.membership.fence(m.boot, open_.id, open_.attempt) is None]
 
 
 def _alive(world: World, member: Member) -> bool:
@@ -245,7 +269,8 @@ def _abort(
     at_head: bool,
 ) -> list[Debt]:
     """End the attempt: another one, or a halt. With nobody left, a new boot is waited for as long as for a fence."""
-    able = tuple(m for m in (Member(e.id, e.boot) for e in _members(world)) if m not in guilty)
+    joined = [Member(e.id, e.boot) for e in _members(world) if open_.mode in e.modes]
+    able = tuple(m for m in joined if m not in guilty)
     again = open_.attempt < MAX_ATTEMPTS
     if again and not able and now <= _since_anybody(world, open_) + deadlines.fence_s * SECOND:
         return []

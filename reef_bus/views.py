@@ -9,6 +9,7 @@ from typing import Any
 
 from reef_bus.core.effects import Policy
 from reef_bus.core.publication import FENCED, Publication
+from reef_bus.core.reactions.common import word
 from reef_bus.core.serving import fenced, live, may_generate, present
 from reef_bus.core.supervision import Component
 from reef_bus.core.training import Job
@@ -160,8 +161,8 @@ def _waiting_for_publication(world: World, open_: Publication, now: int, policy:
             f"it stops generating; after {deadlines.fence_s:g} s it is excluded and attempt {open_.attempt + 1} begins"
         )
         return _wait(", ".join(unfenced), open_.attempt_time, now, then)
-    sender = world.training.sender
-    if sender is None or (sender.publication, sender.attempt) != (open_.id, open_.attempt):
+    sender = word(world, open_)
+    if sender is None:
         then = f"it offers the weights; after {deadlines.sender_s:g} s attempt {open_.attempt + 1} begins"
         return _wait("the trainer", open_.attempt_time, now, then)
     unproven = [m.engine for m in members if not world.membership.report(m.boot, open_.id, open_.attempt)]

@@ -20,7 +20,8 @@ from reef_bus.core.effects import Debt, Effect, Policy
 from reef_bus.core.serving import may_generate
 from reef_bus.events import Event, Member, Recorded, ReleaseCommitted, TargetPersisted
 from tests import facts
-from tests.fleet import FAULTS, Actor, Audit, Fault, Fleet
+from tests.fleet import FAULTS, Actor, Fault, Fleet
+from tests.judge import Audit
 from tests.property.test_core_machine import Deployment
 
 Modes = tuple[str, str]
@@ -73,6 +74,8 @@ class Staging(Fleet):
     def __init__(self, semantics: Literal["single", "cluster"] = "single", modes: Modes = MODES[0]) -> None:
         super().__init__(semantics)
         self.audit: Mixed = Mixed()
+        for recorded in self.log:
+            self.audit.saw(recorded)
         self.modes = dict(zip(("p0", "p1"), modes, strict=True))
         self.beside: dict[str, tuple[str, str]] = {}
 

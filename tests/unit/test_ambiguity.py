@@ -8,10 +8,11 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from reef_bus.core.effects import AssembleBatch, OfferWeights, Train
+from reef_bus.core.effects import AssembleBatch, OfferWeights, Policy, Train
 from reef_bus.core.training import Job
 from reef_bus.core.world import World
 from reef_bus.events import Event, JobAmbiguous, JobDiscarded, JobStarted, RequestRefused, TargetPersisted
+from reef_bus.views import waiting
 from tests.facts import (
     E0,
     E1,
@@ -225,3 +226,12 @@ def test_what_is_ambiguous_survives_a_snapshot() -> None:
         world = given(*history).world
         assert msgspec.msgpack.decode(msgspec.msgpack.encode(world), type=World) == world
     assert (job(*STEPPING).in_place, job(*STEPPING).ambiguous, job(*AMBIGUOUS).ambiguous) == (True, 0, len(AMBIGUOUS))
+
+
+def test_a_status_says_that_a_person_is_needed_and_how() -> None:
+    history = given(*AMBIGUOUS)
+    found = waiting(history.world, history.now, Policy())
+    assert (found["on"], found["command"]) == ("a person", "reef-bus retrain digit j --why …")
+    history = given(*STEPPING, ready("j", "c1"), evaluated("c1"))
+    found = waiting(history.world, history.now, Policy())
+    assert found["command"] == "reef-bus promote digit c1 --why …"

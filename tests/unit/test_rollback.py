@@ -9,7 +9,7 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from reef_bus.core.effects import AssembleBatch, Receive
+from reef_bus.core.effects import AssembleBatch, Policy, Receive
 from reef_bus.core.invariants import check
 from reef_bus.core.world import lag
 from reef_bus.events import (
@@ -21,6 +21,7 @@ from reef_bus.events import (
     TrainerRestored,
     TransferAborted,
 )
+from reef_bus.views import waiting
 from tests.facts import (
     E0,
     E1,
@@ -216,6 +217,11 @@ def test_no_deadline_waits_for_a_sender() -> None:
     """30 s after both have stopped: it is the receivers' time that is up."""
     event = owed(given(*FENCED), after_s=30.1)
     assert isinstance(event, TransferAborted) and (event.reason, event.excluded) == ("verify_deadline", ())
+
+
+def test_a_status_waits_for_the_members_and_for_no_sender() -> None:
+    history = given(*FENCED, verified("e0", 3, "c1"))
+    assert waiting(history.world, history.now, Policy())["on"] == "e1"
 
 
 def test_its_attempts_go_on_like_any_others() -> None:

@@ -267,7 +267,7 @@ def test_an_engine_excluded_while_it_stages_retires() -> None:
 
 
 def test_the_configuration_names_the_mode() -> None:
-    assert check(Config(publication=Publication(mode="staged"))).policy("publisher-2").mode == "staged"
+    assert check(Config(publication=Publication(mode="staged"))).policy().mode == "staged"
     assert Config().policy().mode == "fenced"
     with pytest.raises(Rejected, match=r"publication\.mode is 'half'; expected fenced or staged"):
         check(Config(publication=Publication(mode="half")))

@@ -12,11 +12,13 @@ import pytest
 from reef_bus.artifacts import ArtifactStore
 from reef_bus.audit import read_history
 from reef_bus.events import (
+    Draft,
     EngineFenced,
     InferenceRecorded,
     ReceiverVerified,
     Recorded,
     ReleaseCommitted,
+    RollbackRequested,
     TargetPersisted,
 )
 from tests.e2e.live import CONCURRENCY, Live, in_mode, kill_at, live, recovered
@@ -49,6 +51,29 @@ def pauses_ms(events: Sequence[Recorded]) -> list[float]:
     return found
 
 
+def idle(found: Live) -> bool:
+    published, training = found.world.publications, found.world.training
+    return not (training.job or published.open or [c for c in training.selected if c not in published.ended])
+
+
+async def roll_back(found: Live) -> None:
+    """To the first release, while nothing else is under way: staged from its artifact, and swapped in."""
+    head, first = found.world.publications.head, list(found.world.publications.releases.values())[1]
+    assert head is not None and head.candidate != first.candidate
+    asked = RollbackRequested(
+        actor="ada", why="a test", head=head.load_id, scenario=found.world.training.scenario, release=first.load_id
+    )
+    await found.running.journal.append(Draft(event=asked, writer="operator/ada", boot="ada"), 0)
+
+    def back() -> bool:
+        now = found.world.publications.head
+        return now is not None and now.candidate == first.candidate and found.all_serve()
+
+    await found.until("the first release's content serves again", back)
+    swaps = [r.event for r in found.events[-8:] if isinstance(r.event, ReceiverVerified)]
+    assert {(swap.method, swap.manifest) for swap in swaps} == {("swapped", first.manifest)}
+
+
 async def test_an_engine_or_the_trainer_dies_in_staged_mode_and_the_deployment_goes_on(tmp_path: Path) -> None:
     """Section 8: before and after the commit point, and while sending. Nobody was ever fenced."""
     async with live(tmp_path, in_mode("staged")) as found:
@@ -59,9 +84,11 @@ async def test_an_engine_or_the_trainer_dies_in_staged_mode_and_the_deployment_g
         ):
             await recovered(found, await kill_at(found, component, event))
         await found.client.stop()
+        await found.until("nothing is under way", lambda: idle(found))
+        await roll_back(found)
         audit = await found.audit()
     assert [v.text for v in audit.violations] == []
-    assert found.releases() >= 3 and audit.records > 0
+    assert found.releases() >= 4 and audit.records > 0
     assert "EngineFenced" not in names(found) and "EngineStaged" in names(found)
 
 

@@ -32,23 +32,18 @@ MODES: tuple[Modes, ...] = (("staged", "staged"), ("staged", "fenced"))
 class Mixed(Audit):
     """The invariants again, where a target says by its mode whom it stops and which word proves it."""
 
-    mode = "fenced"
-
-    def fence(self, seq: int) -> frozenset[Member]:
-        return super().fence(seq) if self.fenced_at(seq) else frozenset()
-
     def __init__(self) -> None:
         super().__init__()
         self.modes: list[tuple[int, str]] = [(0, "fenced")]
         self.swaps = 0
 
-    def fenced_at(self, seq: int) -> bool:
-        return next(mode for since, mode in reversed(self.modes) if since <= seq) == "fenced"
+    def fence(self, seq: int) -> frozenset[Member]:
+        mode = next(mode for since, mode in reversed(self.modes) if since <= seq)
+        return super().fence(seq) if mode == "fenced" else frozenset()
 
     def _saw(self, recorded: Recorded) -> None:
         event = recorded.event
         if isinstance(event, TargetPersisted):
-            self.mode = event.mode
             self.modes.append((recorded.seq, event.mode))
         if recorded.name == "EngineStaged":
             self.words.setdefault((recorded.boot, event.publication, event.attempt), event)  # type: ignore[attr-defined]
@@ -58,7 +53,7 @@ class Mixed(Audit):
     def _commit(self, event: ReleaseCommitted) -> None:
         """As a fenced one, once the stagings that it stands on are read as the proofs that they are."""
         words = self.words
-        if self.mode == "staged":
+        if self.modes[-1][1] == "staged":
             proofs = {key: word for key, word in words.items() if type(word).__name__ == "EngineStaged"}
             self.words = {
                 key: replace(facts.verified("e", 0, "c"), load_id=word.load_id, manifest=word.manifest)  # type: ignore[attr-defined]

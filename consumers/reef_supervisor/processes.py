@@ -12,6 +12,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -31,13 +32,15 @@ class Child:
         self.pid = process.pid
         self.exit: int | None = None
         self.reaped = False
+        self._looking = threading.Lock()
         self.boot, self.halted = "", False
 
     def poll(self) -> int | None:
         """Its exit status, negative for a signal; None while it runs."""
-        if self.exit is None:
-            self.exit = _exit(self.process)
-        return self.exit
+        with self._looking:  # from the loop, and from a thread that cleans up and reaps
+            if self.exit is None:
+                self.exit = _exit(self.process)
+            return self.exit
 
     def send(self, number: int) -> None:
         """Signal the process itself, if it runs."""
@@ -55,8 +58,12 @@ class Child:
         return self.exit
 
     def left(self) -> tuple[int, ...]:
-        """What lives of its session, itself included."""
-        return () if self.reaped else tuple(found.pid for found in _session(self.pid))
+        """What lives of its session, itself included, which has ended when it can be waited for and not before: its
+        main thread is seen as ended while others are still dying."""
+        if self.reaped:
+            return ()
+        others = {found.pid for found in _session(self.pid)} - {self.pid}
+        return (*([self.pid] if self.poll() is None else []), *sorted(others))
 
     def end(self, seconds: float) -> tuple[int, ...]:
         """End what lives of its session; returns what still lives after `seconds`. If nothing does, it is reaped.
@@ -86,10 +93,8 @@ class Child:
                 _signal_stray(found.pid, self.pid, number)
 
     def _reap(self) -> None:
-        if not self.reaped:
-            self.poll()
-            self.process.wait()
-            self.reaped = True
+        self.process.wait()
+        self.reaped = True
 
 
 class Found(NamedTuple):
@@ -128,10 +133,11 @@ def _processes() -> Iterator[Found]:
 def _read(pid: int) -> Found | None:
     """One process, unless it is gone, or ended and only waits to be reaped."""
     try:
-        state, _, group, session = (PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()[:4]
-    except (OSError, ValueError):
+        fields = (PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()
+        state, group, session, threads = fields[0], int(fields[2]), int(fields[3]), int(fields[17])
+    except (OSError, ValueError, IndexError):
         return None
-    return None if state in "ZX" else Found(pid, int(group), int(session))
+    return None if state in "ZX" and threads <= 1 else Found(pid, group, session)
 
 
 def _signal_stray(pid: int, session: int, number: int) -> None:

@@ -102,7 +102,8 @@ class Supervisor(Role):
         if left:
             detail = f"they belong to process {child.pid}'s session and went on for {CLEAN_UP_S:g} s after SIGKILL"
             return CleanupUnconfirmed(component=name, pids=left, detail=detail)
-        return ComponentLost(component=name, exit=child.exit or 0)
+        assert child.exit is not None  # it was waited for
+        return ComponentLost(component=name, exit=child.exit)
 
     def _wait_for_stranger(self, name: str) -> Event:
         """The process was an earlier supervisor's: we signal nothing, and its lock says whether it lives."""

@@ -13,6 +13,7 @@ import msgspec
 import pytest
 
 from consumers.reef_supervisor.deployment import deployment
+from reef_bus.config import dump
 from reef_bus.core.effects import Deadlines, Restarts
 from reef_bus.events import ComponentEvent, EngineExcluded, Recorded
 from tests.e2e.live import CONFIG, Live, live
@@ -79,6 +80,34 @@ async def test_a_person_resumes_what_the_supervisor_gave_up(tmp_path: Path) -> N
         "RecoveryResumed",
         "RestartScheduled",
     ]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel's signal at a parent's death is Linux")
+async def test_a_supervisor_after_one_that_was_killed_goes_through_the_same_order(tmp_path: Path) -> None:
+    config = msgspec.structs.replace(CONFIG, state_dir=str(tmp_path / "state"))
+    (tmp_path / "up.json").write_bytes(dump(config))
+    command = [sys.executable, "-m", "reef_bus.cli", "up", "-c", str(tmp_path / "up.json"), "--json"]
+    first = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
+    assert first.stdout
+    async for line in first.stdout:
+        if b"ReadinessPublished" in line and b'"component":"publisher"' in line:
+            break
+    first.kill()
+    await first.wait()
+    found = Live()
+    async with deployment(config, found.see) as found.running:
+        await found.until("it runs again", lambda: "publisher" in ready(found) and twice(found, "publisher"))
+    ends = about(found.events, "publisher")[2:]
+    assert [r.name for r in ends] == [
+        *("ReadinessWithdrawn", "ComponentLost", "RestartScheduled", "ComponentStarted", "ReadinessPublished")
+    ]
+    withdrawn, lost, scheduled, *_ = (msgspec.to_builtins(r.event) for r in ends)
+    assert withdrawn["reason"] == lost["detail"] == "its supervisor ended"
+    assert (lost["exit"], scheduled["restart"], scheduled["delay_s"]) == (0, 0, 0.0)
+
+
+def twice(found: Live, name: str) -> bool:
+    return found.world.components[name].starts == 2
 
 
 def ready(found: Live) -> set[str]:

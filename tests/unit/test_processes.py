@@ -108,6 +108,34 @@ def test_one_that_was_to_end_and_went_on_is_killed_at_once_even_when_it_is_stopp
     assert time.monotonic() - began < processes.ASK_S
 
 
+def test_a_process_has_ended_when_it_can_be_waited_for_whatever_is_seen_of_it(
+    spawn: Spawn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The main thread of a dying process is a zombie before the others are gone: its status is not there yet."""
+    child, pid = spawn(ALONE)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "killpg", lambda *_: None)
+        patch.setattr(processes, "_session", lambda _: [])
+        assert child.end(0.1) == (pid,) and not child.reaped
+    assert child.end(5.0) == () and child.exit == -signal.SIGKILL
+
+
+LINGERS = """
+import os, threading, time, ctypes
+threading.Thread(target=time.sleep, args=(60,)).start()
+print(os.getpid(), flush=True)
+ctypes.CDLL(None).pthread_exit(None)
+"""
+
+
+def test_a_process_whose_main_thread_has_ended_lives_as_long_as_another_does(spawn: Spawn) -> None:
+    leader, _ = spawn(f"import os; os.write(1, b'1\\n'); os.fork() and os._exit(0)\n{LINGERS.replace('print', '#')}")
+    assert leader.wait(5.0) == 0
+    time.sleep(0.5)
+    assert len(leader.left()) == 1
+    assert leader.end(5.0) == () and leader.left() == ()
+
+
 def test_what_does_not_end_is_named_and_the_process_stays_unreaped(
     spawn: Spawn, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,7 +17,20 @@ from reef_bus import cli_operator
 from reef_bus.cli import main
 from reef_bus.config import Config
 from reef_bus.errors import ContractError, Rejected, Unavailable
-from reef_bus.events import ComponentStarted, Draft, RecoveryHalted, RecoveryResumed, RequestRefused
+from reef_bus.events import (
+    ComponentStarted,
+    Draft,
+    EngineRetireRequested,
+    JobDiscardRequested,
+    JobRestoreRequested,
+    OperatorEvent,
+    PromotionRequested,
+    PublicationHaltRequested,
+    RecoveryHalted,
+    RecoveryResumed,
+    RequestRefused,
+    RollbackRequested,
+)
 from reef_bus.events import RecoveryResumeRequested as Asked
 from reef_bus.journal import LOG, MemoryJournal, MemoryStreams
 from tests import facts
@@ -61,13 +74,14 @@ async def journal(monkeypatch: pytest.MonkeyPatch) -> Owner:
 
 
 def words(component: str = "c", **other: object) -> argparse.Namespace:
-    return argparse.Namespace(**{"component": component, "why": "mended", "actor": "ada", "json": True} | other)
+    said = {"request": "resume", "words": ["component"], "component": component}
+    return argparse.Namespace(**said | {"why": "mended", "actor": "ada", "json": True} | other)
 
 
 async def test_a_request_says_who_why_and_on_what_it_was_decided(
     journal: Owner, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert await cli_operator.resume(words()) == 0
+    assert await cli_operator.request(words()) == 0
     request = await journal.read(LOG, 4)
     assert request is not None and request.event == Asked(actor="ada", why="mended", head="", component="c")
     assert (request.writer, request.prev) == ("person/ada", 0)
@@ -77,53 +91,83 @@ async def test_a_request_says_who_why_and_on_what_it_was_decided(
 
 async def test_the_head_that_the_person_could_see_is_named(journal: Owner) -> None:
     await put(journal, facts.trainer_joined(), facts.registered(), boot="t1")
-    await cli_operator.resume(words())
+    await cli_operator.request(words())
     request = await journal.read(LOG, 6)
     assert request is not None and request.event.head == "inc:0"  # type: ignore[attr-defined]
 
 
-async def test_the_second_request_of_a_person_is_chained_to_the_first(journal: Owner) -> None:
-    for _ in range(2):
-        await cli_operator.resume(words())
-    second = await journal.read(LOG, 7)
-    assert second is not None and isinstance(second.event, Asked) and second.prev == 4
-
-
-async def test_a_request_that_was_overtaken_is_put_again(journal: Owner) -> None:
-    """Nothing compares: both are stored, and the later one is void by its prev."""
+async def test_every_request_of_a_person_counts_whoever_else_asks_at_that_moment(journal: Owner) -> None:
+    """Nothing compares them, so none is overtaken: each is on the log once, and gets its own answer."""
     journal.before = Asked(actor="ada", why="me too", head="", component="c")
-    assert await cli_operator.resume(words()) == 0
-    stored = [await journal.read(LOG, seq) for seq in (4, 5, 8)]
-    assert [(r.event.why, r.prev) for r in stored if r and isinstance(r.event, Asked)] == [
-        ("me too", 0),
-        ("mended", 0),
-        ("mended", 5),
-    ]
+    assert await cli_operator.request(words()) == 0
+    stored = [await journal.read(LOG, seq) for seq in (4, 5)]
+    assert [(r.event.why, r.prev) for r in stored if r and isinstance(r.event, Asked)] == [("me too", 0), ("mended", 0)]
+
+
+@pytest.mark.parametrize(
+    ("command", "said", "expected"),
+    [
+        ("rollback", {"scenario": facts.S, "release": "inc:0"}, RollbackRequested),
+        ("promote", {"scenario": facts.S, "candidate": "c1"}, PromotionRequested),
+        ("discard", {"scenario": facts.S, "job": "j"}, JobDiscardRequested),
+        ("retrain", {"scenario": facts.S, "job": "j"}, JobRestoreRequested),
+        ("halt", {"scenario": facts.S, "publication": "pub1"}, PublicationHaltRequested),
+    ],
+)
+async def test_every_command_asks_for_what_it_says(
+    journal: Owner, command: str, said: dict[str, str], expected: type[OperatorEvent]
+) -> None:
+    await put(journal, facts.trainer_joined(), facts.registered(), boot="t1")
+    args = argparse.Namespace(request=command, words=list(said), why="w", actor="ada", json=True, **said)
+    with pytest.raises(Unavailable):  # nobody here answers these
+        await cli_operator.request(args)
+    request = await journal.read(LOG, 6)
+    assert request is not None and request.event == expected(actor="ada", why="w", head="inc:0", **said)
+
+
+async def test_who_retires_an_engine_means_the_boot_that_is_there(journal: Owner) -> None:
+    await put(journal, facts.trainer_joined(), facts.registered(), boot="t1")
+    await put(journal, facts.joined("e0"), boot="e0.7")
+    args = argparse.Namespace(request="retire", words=["engine"], engine="e0", why="w", actor="ada", json=True)
+    with pytest.raises(Unavailable):
+        await cli_operator.request(args)
+    request = await journal.read(LOG, 7)
+    assert request is not None and isinstance(request.event, EngineRetireRequested)
+    assert (request.event.engine, request.event.boot, request.event.scenario) == ("e0", "e0.7", facts.S)
+
+
+async def test_another_scenario_is_the_callers_mistake(journal: Owner) -> None:
+    await put(journal, facts.trainer_joined(), facts.registered(), boot="t1")
+    said = {"scenario": "other", "release": "inc:0"}
+    args = argparse.Namespace(request="rollback", words=list(said), why="w", actor="ada", json=True, **said)
+    with pytest.raises(Rejected, match=f"no scenario 'other' on this log, which has: {facts.S}"):
+        await cli_operator.request(args)
+    assert await journal.head(LOG) == 5
 
 
 async def test_a_refusal_is_shown_and_is_exit_status_one(journal: Owner, capsys: pytest.CaptureFixture[str]) -> None:
     journal.reaction = RequestRefused
-    assert await cli_operator.resume(words(json=False)) == 1
+    assert await cli_operator.request(words(json=False)) == 1
     assert "RequestRefused" in capsys.readouterr().out
 
 
 async def test_without_an_answer_the_request_stands_and_that_is_said(journal: Owner) -> None:
     journal.reaction = None
     with pytest.raises(Unavailable, match=r"request 4 is on the log, and nobody answered within 0\.2 s"):
-        await cli_operator.resume(words())
+        await cli_operator.request(words())
     assert await journal.head(LOG) == 4
 
 
 async def test_a_name_that_is_no_component_is_not_asked_for(journal: Owner) -> None:
     with pytest.raises(Rejected, match="no component 'engine-9' on this log, which has: c"):
-        await cli_operator.resume(words("engine-9"))
+        await cli_operator.request(words("engine-9"))
     assert await journal.head(LOG) == 3
 
 
 async def test_nobody_asks_on_a_log_that_cannot_be_followed(journal: Owner) -> None:
     await put(journal, facts.opened())
     with pytest.raises(ContractError):
-        await cli_operator.resume(words())
+        await cli_operator.request(words())
 
 
 def test_who_asks_is_the_systems_user_unless_it_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ Knows: names, defaults and what contradicts what. Must not know: how anything is
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -42,13 +43,15 @@ class Gateway(Part, frozen=True, kw_only=True):
 
 
 class Inference(Part, frozen=True, kw_only=True):
-    """The engines. `accepts`: transports, best first. `max_batch`: prompts that are sampled together."""
+    """The engines. `accepts`: transports, best first. `max_batch`: prompts that are sampled together. An engine that is
+    cut off from the log goes on serving what it holds; with `lease_s` above 0 it stops after as many seconds."""
 
     backend: str = "torch"
     engines: tuple[str, ...] = ("engine-0", "engine-1")
     host: str = "127.0.0.1"
     accepts: tuple[str, ...] = ("tcp", "files")
     max_batch: int = 64
+    lease_s: float = 0.0
 
 
 class Training(Part, frozen=True, kw_only=True):
@@ -212,6 +215,8 @@ def check(config: Config) -> Config:
             f"gateway.timeout-s is {config.gateway.timeout_s:g}: expected at most {DUPLICATE_WINDOW_S}, the time for "
             "which the server knows a repeated record by its id"
         )
+    if not 0 <= config.inference.lease_s < math.inf:
+        raise Rejected(f"inference.lease-s is {config.inference.lease_s:g}: expected 0 (no lease) or seconds")
     transport = config.publication.transport
     if transport not in config.training.offers or transport not in config.inference.accepts:
         raise Rejected(

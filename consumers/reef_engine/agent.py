@@ -23,7 +23,7 @@ from reef_bus.core.effects import Debt, Fence, Ingress, Join, Me, Receive, Stage
 from reef_bus.core.publication import FENCED, STAGED
 from reef_bus.core.serving import may_generate
 from reef_bus.core.world import World
-from reef_bus.errors import ContractError, TransferError
+from reef_bus.errors import ContractError, TransferError, Unavailable
 from reef_bus.events import (
     EngineFenced,
     EngineJoined,
@@ -34,12 +34,14 @@ from reef_bus.events import (
     ReceiverVerified,
     Recorded,
 )
-from reef_bus.journal import Beat
+from reef_bus.journal import LOG, Beat, Journal
 from reef_bus.manifest import Manifest, describe, differences
 from reef_bus.runner import Role, blocking
 from reef_bus.transport import Ticket, Transport, transports
 
 log = logging.getLogger(__name__)
+
+RENEW_S = 0.02  # how often a lease looks whether the fold has reached the head
 
 
 class Fault:
@@ -87,25 +89,46 @@ class Agent(Role):
         self.proven = ""  # the digest that this memory was last found to have; empty while it is being written
         self.resumed_at = 0
         self.served = 0
+        self.leased = 0.0  # until when (the loop's time) the lease holds, where there is one
 
     # -- serving
 
     def folded(self, world: World, batch: Sequence[Recorded]) -> None:
         self.world = world
-        self._gate()
+        self.gate()
 
     def may_generate(self) -> bool:
         """The serving rule in whole: what the fold says, and that nothing was written to the weights since."""
         head = self.world.publications.head
         rule = may_generate(self.world, self.me.id, self.me.boot)
-        return rule and head is not None and self.proven == head.manifest
+        return rule and head is not None and self.proven == head.manifest and self._in_touch()
 
-    def _gate(self) -> None:
+    def _in_touch(self) -> bool:
+        """Without a lease, always: who is cut off goes on serving its committed version."""
+        return not self.config.inference.lease_s or asyncio.get_running_loop().time() < self.leased
+
+    async def renew(self, journal: Journal) -> None:
+        """Keep the lease: it counts from when the log's leader was asked for a head that the fold then reached."""
+        loop, lease_s = asyncio.get_running_loop(), self.config.inference.lease_s
+        while True:
+            asked = loop.time()
+            with contextlib.suppress(Unavailable, ContractError):
+                head = await journal.head(LOG)
+                while self.world.seq < head:  # noqa: ASYNC110 - a fold that falls behind for long lets the lease lapse
+                    await asyncio.sleep(RENEW_S)
+                self.leased = asked + lease_s
+                loop.call_at(self.leased, self.gate)
+                self.gate()
+            await asyncio.sleep(lease_s / 4)
+
+    def gate(self) -> bool:
+        """Open or close generation by the rule, as it is now; whether it is open."""
         if not self.may_generate():
             self.open.clear()
         elif not self.open.is_set():
             self.resumed_at, self.served = time.time_ns(), 0
             self.open.set()
+        return self.open.is_set()
 
     def beat(self) -> Beat:
         return {"serving": self.serving(), "served": self.served}
@@ -258,18 +281,18 @@ class Agent(Role):
             log.warning("swapped, but what is served is not where %s was hashed", effect.load_id)
             return None
         self.proven = staged.found.digest
-        self._gate()
+        self.gate()
         return staged.found
 
     def _writing(self) -> None:
         self.proven = ""
-        self._gate()
+        self.gate()
 
     async def _hash(self) -> Manifest:
         """What the forward pass reads, as it is now."""
         found = await blocking(describe, self.backend.live())
         self.proven = found.digest
-        self._gate()
+        self.gate()
         return found
 
     def _verified(

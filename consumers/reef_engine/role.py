@@ -35,6 +35,10 @@ async def _build(config: Config, journal: Journal, me: Me, stack: contextlib.Asy
     worker = asyncio.create_task(server.work())
     worker.add_done_callback(_died)
     stack.callback(worker.cancel)
+    if config.inference.lease_s:
+        renewing = asyncio.create_task(agent.renew(journal))
+        renewing.add_done_callback(_died)
+        stack.callback(renewing.cancel)
     return agent
 
 
@@ -42,7 +46,7 @@ def _died(worker: asyncio.Task[None]) -> None:
     """An engine that cannot generate any more is no engine: end the process, so that a new boot can take over."""
     if not worker.cancelled() and worker.exception():
         asyncio.get_running_loop().call_exception_handler(
-            {"message": "generation failed", "exception": worker.exception()}
+            {"message": "the engine cannot go on", "exception": worker.exception()}
         )
         os._exit(process.DEFECT)
 

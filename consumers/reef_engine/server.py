@@ -79,7 +79,7 @@ class Server:
         """Whether the gate was open once generation had the memory to itself."""
         await self.agent.open.wait()
         async with self.agent.memory:
-            if not self.agent.open.is_set():
+            if not self.agent.gate():
                 return False
             while len(batch) < most and not self.queue.empty():
                 batch.append(self.queue.get_nowait())

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -18,13 +18,15 @@ from consumers.reef_engine import agent as agent_module
 from consumers.reef_engine.agent import Agent, Fault
 from reef_bus.artifacts import ArtifactStore, save_weights
 from reef_bus.backends import Completion, InferenceBackend, Piece, Pieces, Prompt
-from reef_bus.config import Config
+from reef_bus.config import Config, Inference
 from reef_bus.core.effects import Debt, Effect, Fence, Me, Receive, VerifyHead
-from reef_bus.errors import Rejected
+from reef_bus.errors import Rejected, Unavailable
 from reef_bus.events import Blob, EngineFenced, EngineLeft, Event, ReceiverFailed, ReceiverVerified
+from reef_bus.journal import MemoryJournal, MemoryStreams
 from reef_bus.manifest import Manifest
-from tests.facts import E0, E1, SERVING, fenced, halted, holds, target, trained
-from tests.spec import Step, given
+from tests.facts import E0, E1, SERVING, fenced, halted, holds, joined, target, trained
+from tests.loop import put, quiet, until
+from tests.spec import Said, Step, given
 
 BASE, NEXT = b"\x00\x00\x80\x3f" * 4, b"\x00\x00\x00\x40" * 4  # four times 1.0, four times 2.0
 
@@ -113,6 +115,63 @@ def test_after_a_halt_the_gate_opens_with_the_engines_own_proof_and_not_before(t
     assert not found.open.is_set()
     see(found, *history, holds("e0", 0, "base"))
     assert found.open.is_set() and found.serving() == "inc:0"
+
+
+class CutOff(MemoryJournal):
+    """A journal whose leader answers, or does not."""
+
+    answers = True
+
+    async def head(self, stream: str) -> int:
+        if not self.answers:
+            raise Unavailable("nobody answers")
+        return await super().head(stream)
+
+
+@contextlib.asynccontextmanager
+async def leased(folder: Path, lease_s: float) -> AsyncIterator[tuple[Agent, CutOff]]:
+    """An agent that serves release 0 of a log which ends with what it has folded."""
+    found, journal = agent(folder), CutOff(MemoryStreams())
+    found.config = Config(inference=Inference(lease_s=lease_s))
+    await put(journal, *(step for step in SERVING if not isinstance(step, Said)))
+    see(found, *SERVING)
+    renewing = asyncio.create_task(found.renew(journal)) if lease_s else None
+    try:
+        await until(found.gate)
+        yield found, journal
+    finally:
+        if renewing:
+            renewing.cancel()
+            await asyncio.gather(renewing, return_exceptions=True)
+
+
+async def test_who_is_cut_off_stops_when_its_lease_is_over_and_goes_on_when_the_log_is_back(tmp_path: Path) -> None:
+    """Row "cut-off engines", with a lease: no answer is better than an older one."""
+    async with leased(tmp_path, 0.4) as (found, journal):
+        await quiet(0.6)
+        assert found.open.is_set(), "it is renewed while the leader answers"
+        journal.answers = False
+        await quiet(0.6)
+        assert not found.open.is_set() and found.serving() == ""
+        journal.answers = True
+        await until(found.open.is_set)
+
+
+async def test_without_a_lease_who_is_cut_off_goes_on_with_its_committed_version(tmp_path: Path) -> None:
+    async with leased(tmp_path, 0.0) as (found, journal):
+        journal.answers = False
+        await quiet(0.6)
+        assert found.gate() and found.serving() == "inc:0"
+
+
+async def test_a_lease_counts_from_a_head_that_the_fold_has_reached(tmp_path: Path) -> None:
+    """A leader that answers is not enough: what it holds beyond the fold may be a fence."""
+    async with leased(tmp_path, 0.4) as (found, journal):
+        await put(journal, joined("e9"), boot="e9.1")
+        await quiet(0.7)
+        assert not found.open.is_set()
+        see(found, *SERVING, joined("e9"))
+        await until(found.open.is_set)
 
 
 async def test_what_was_written_since_the_proof_closes_the_gate_whatever_the_fold_says(tmp_path: Path) -> None:

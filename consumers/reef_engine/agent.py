@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from reef_bus.artifacts import ArtifactStore, load_weights
 from reef_bus.backends import InferenceBackend
@@ -50,9 +50,18 @@ class Agent(Role):
     name = "engine"
 
     def __init__(
-        self, config: Config, me: Me, url: str, backend: InferenceBackend, store: ArtifactStore, fault: Fault
+        self,
+        config: Config,
+        me: Me,
+        url: str,
+        backend: InferenceBackend,
+        store: ArtifactStore,
+        fault: Fault,
+        *,
+        clock: Callable[[], int] = time.time_ns,
     ) -> None:
         super().__init__(me)
+        self.clock = clock
         self.config = config
         self.url = url
         self.backend = backend
@@ -82,7 +91,7 @@ class Agent(Role):
         if not self.may_generate():
             self.open.clear()
         elif not self.open.is_set():
-            self.resumed_at, self.served = time.time_ns(), 0
+            self.resumed_at, self.served = self.clock(), 0
             self.open.set()
 
     def beat(self) -> Beat:
@@ -116,7 +125,7 @@ class Agent(Role):
         raise AssertionError(debt.effect)
 
     async def _fence(self, effect: Fence) -> Event:
-        began, head = time.monotonic(), self.world.publications.head
+        began, head = _now(), self.world.publications.head
         async with self.memory:
             resumed_at, self.resumed_at = self.resumed_at, 0
             return EngineFenced(
@@ -130,7 +139,7 @@ class Agent(Role):
             )
 
     async def _receive(self, effect: Receive) -> Event:
-        began = time.monotonic()
+        began = _now()
         async with self.memory:
             try:
                 target = Manifest.decode(await blocking(self.store.get, effect.manifest))
@@ -159,7 +168,7 @@ class Agent(Role):
 
     async def _verify(self, effect: VerifyHead) -> Event:
         """From memory if that hashes to the head, else by loading its artifact and hashing again."""
-        began, method, moved = time.monotonic(), "memory", 0
+        began, method, moved = _now(), "memory", 0
         async with self.memory:
             found = await self._hash()
             if found.digest != effect.manifest:
@@ -221,5 +230,9 @@ class Agent(Role):
         )
 
 
+def _now() -> float:
+    return asyncio.get_running_loop().time()
+
+
 def _ms(began: float) -> float:
-    return round((time.monotonic() - began) * 1000, 3)
+    return round((_now() - began) * 1000, 3)

@@ -21,9 +21,11 @@ from reef_bus.events import (
     ComponentLost,
     Draft,
     Event,
+    LogOpened,
     Member,
     Recorded,
     ReleaseCommitted,
+    ScenarioRegistered,
     TargetPersisted,
     TransferAborted,
 )
@@ -248,6 +250,7 @@ class Audit:
     """The invariants of protocol.md section 8, from the events alone: no fold, no world."""
 
     def __init__(self) -> None:
+        self.incarnation = ""
         self.committed: dict[str, str] = {}
         self.named: dict[str, str] = {}
         self.head = ""
@@ -270,8 +273,11 @@ class Audit:
 
     def _saw(self, recorded: Recorded) -> None:
         event, name = recorded.event, recorded.name
-        if name == "ScenarioRegistered":
-            self.head, self.committed["inc:0"] = "inc:0", facts.digest("base")
+        if isinstance(event, LogOpened):
+            self.incarnation = event.incarnation
+        elif isinstance(event, ScenarioRegistered):
+            self.head = f"{self.incarnation}:0"
+            self.committed[self.head] = event.manifest
         elif name == "JobDispatched":
             assert not self.job, "two open jobs"
             self.job = event.job  # type: ignore[attr-defined]
@@ -293,7 +299,7 @@ class Audit:
             self.publication = ""
 
     def _target(self, event: TargetPersisted) -> None:
-        number = int(event.load_id.removeprefix("inc:"))
+        number = int(event.load_id.removeprefix(f"{self.incarnation}:"))
         assert not self.publication and number > self.sequence and event.parent == self.head and event.members
         assert event.load_id not in self.named
         self.named[event.load_id], self.sequence = event.manifest, number

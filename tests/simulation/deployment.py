@@ -74,6 +74,7 @@ class Deployment(Machines):
         self.roles |= {"publisher": "publisher", "publisher-1": "publisher", "gateway": "gateway"}
         self.config = _config(engines, "files" if chance.random() < 0.15 else "tcp", chance.choice((2, 3, 4)))
         self.violation = ""
+        self.clients: list[asyncio.Task[None]] = []
 
     # -- what happens
 
@@ -107,12 +108,10 @@ class Deployment(Machines):
         """From an empty log to an audited one."""
         self.loop.after_step = self._after_step
         self.start("supervisor")
-        clients = [asyncio.create_task(Harness(self, self.truth, name).run()) for name in ("x", "y")]
+        self.clients = [asyncio.create_task(Harness(self, self.truth, name).run()) for name in ("x", "y")]
         await self._until(self._over, FAULTS_S)
         self._heal()
         await self._settle()
-        for client in clients:
-            client.cancel()
 
     async def _until(self, holds: Any, seconds: float) -> bool:
         end = self.loop.now + seconds
@@ -125,6 +124,9 @@ class Deployment(Machines):
         """What is wrong with nobody's memory: boots that died of a defect, consumers that halted, lost clients."""
         if self.defects:
             self._violate(self.defects[0])
+        for client in self.clients:
+            if client.done():
+                self._violate(f"a client ended: {client.exception()!r}")
         for boot in self.running():
             if boot.runner is not None and boot.runner.halted:
                 self._violate(f"{boot.name} halted: {boot.runner.halted}")

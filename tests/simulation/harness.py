@@ -9,6 +9,8 @@ import asyncio
 from collections.abc import Callable, Coroutine
 from typing import Any
 
+import aiohttp
+
 from reef_bus.backends import Prompt
 from reef_bus.errors import Unavailable
 from reef_bus.events import InferenceRecorded
@@ -19,6 +21,8 @@ from tests.simulation.truth import Truth
 PATIENCE_S = 5.0
 ENOUGH = 3
 """Groups per client for the next job from the present head; more would only make the run slow."""
+
+Request = Callable[[Boot], Coroutine[Any, Any, Any]]
 
 
 class Gone(Exception):
@@ -57,19 +61,17 @@ class Harness:
             return False
         return True
 
-    async def _call(self, request: Callable[[Boot], Coroutine[Any, Any, Any]]) -> Any:
+    async def _call(self, request: Request) -> Any:
         gateways = [boot for boot in self.machines.running() if boot.recorder is not None]
         if not gateways:
             raise Gone
         boot, answer = self.machines.chance.choice(gateways), self.machines.loop.create_future()
         boot.calls[answer] = None
-        boot.spawn(_answer(request(boot), answer))
+        boot.spawn(_answer(request, boot, answer))
         try:
             async with asyncio.timeout(2 * PATIENCE_S):
                 return await answer
-        except (Unavailable, TimeoutError):
-            raise
-        except OSError as error:  # what aiohttp raises for a connection that is lost
+        except aiohttp.ClientError as error:
             raise Gone from error
         finally:
             boot.calls.pop(answer, None)
@@ -112,9 +114,9 @@ class Harness:
         self.truth.reports[id_] = score
 
 
-async def _answer(request: Coroutine[Any, Any, Any], answer: asyncio.Future[Any]) -> None:
+async def _answer(request: Request, boot: Boot, answer: asyncio.Future[Any]) -> None:
     try:
-        found = await request
+        found = await request(boot)
     except Exception as error:
         if not answer.done():
             answer.set_exception(error)

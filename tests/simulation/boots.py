@@ -138,6 +138,7 @@ class Boot(Process):
         self.machines.tell(f"{self.name} ended ({status})")
         for call in [call for call in self.calls if not call.done()]:
             call.set_exception(aiohttp.ClientConnectionError("the peer is gone"))
+        self.machines.broker.ears = [ear for ear in self.machines.broker.ears if ear[0] is not self]
         for child in self.children:
             child.end(SIGKILL)  # PR_SET_PDEATHSIG
 

@@ -14,7 +14,7 @@ from typing import Any, Literal
 from reef_bus.envelope import decode
 from reef_bus.errors import Conflict, Unavailable
 from reef_bus.events import Draft, Recorded
-from reef_bus.journal import RECORDS, Beat, MemoryJournal, MemoryStreams, Stored, check_position
+from reef_bus.journal import LOG, RECORDS, Beat, MemoryJournal, MemoryStreams, Stored, check_position
 from reef_bus.topology import FAMILIES
 from tests.simulation.faults import APPENDS, Nemesis
 from tests.simulation.loop import Loop, Process
@@ -35,7 +35,11 @@ class Link:
 
 
 class Broker(MemoryStreams):
-    """Both streams, and what all connections share. `saw` hears of everything that is stored, in order."""
+    """Both streams, and what all connections share. `saw` hears of everything that is stored, in order.
+
+    `read_once` is every event as all followers get it: read from its wire form once, for speed. In the end it must
+    still be what the wire form says, or somebody has changed what is everybody's.
+    """
 
     def __init__(
         self,
@@ -48,6 +52,8 @@ class Broker(MemoryStreams):
         super().__init__(semantics, self.wall)
         self.loop, self.chance, self.nemesis, self.saw = loop, chance, nemesis, saw
         self.skew = 0
+        self.news = {LOG: asyncio.Event(), RECORDS: asyncio.Event()}
+        self.read_once: dict[str, list[Recorded]] = {LOG: [], RECORDS: []}
         self.ears: list[tuple[Process, Link, Callable[[Beat], None]]] = []
 
     def wall(self) -> int:
@@ -59,7 +65,11 @@ class Broker(MemoryStreams):
     def store(self, stream: str, chain: str, prev: int | None, message: Any) -> Stored:
         stored = super().store(stream, chain, prev, message)
         if not stored.duplicate:
-            self.saw(stream, decode(*self.messages[stream][-1]))
+            recorded = decode(*self.messages[stream][-1])
+            self.read_once[stream].append(recorded)
+            self.saw(stream, recorded)
+            self.news[stream].set()
+            self.news[stream] = asyncio.Event()
         return stored
 
 
@@ -124,24 +134,24 @@ class Connection(MemoryJournal):
             answer.set_result(found)
 
     async def follow(self, stream: str, after: int = 0, last_id: str = "") -> AsyncIterator[list[Recorded]]:
-        messages = self.streams.messages[stream]
+        events = self.broker.read_once[stream]
         check_position(stream, after, last_id, await self.read(stream, after) if after else None)
         while True:
-            changed = self.streams.changed
-            if len(messages) == after:
-                await changed.wait()
+            if len(events) == after:
+                await self.broker.news[stream].wait()
                 continue
-            await asyncio.sleep(self.broker.delay() + (self.link.lag if stream != RECORDS else 0.0))
+            await asyncio.sleep(self.broker.delay() + self.link.lag)
             await self.link.up.wait()
-            most = self.broker.chance.choice((1, 3, MOST))
-            batch = [decode(*message) for message in messages[after : after + most]]
-            after = batch[-1].seq
+            batch = events[after : after + self.broker.chance.choice((1, 3, MOST))]
+            after += len(batch)
             yield batch
 
     async def beat(self, role: str, id_: str, beat: Beat) -> None:
         if self.link.up.is_set() and not self.link.silent:
             for process, link, callback in self.broker.ears:
-                if link.up.is_set():
+                if link.up.is_set() and not process.stopped:
+                    callback(dict(beat))
+                elif link.up.is_set():  # it lies in the socket until the process goes on
                     self.broker.loop.call_soon(callback, dict(beat), context=process.context)
 
     async def beats(self, callback: Callable[[Beat], None]) -> None:

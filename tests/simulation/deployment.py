@@ -18,6 +18,7 @@ from typing import Any
 
 from reef_bus.config import Config, Inference, Publication, Training
 from reef_bus.core.effects import Deadlines, Restarts
+from reef_bus.envelope import decode
 from reef_bus.events import Recorded
 from reef_bus.journal import LOG
 from tests.simulation.boots import Boot, Machines
@@ -92,12 +93,13 @@ class Deployment(Machines):
             self.tell(f"{recorded.seq:3} {recorded.name:20} {recorded.boot:14} {recorded.id}{void and f'  void: {void}'}")
 
     def _after_step(self, process: Process | None) -> None:
-        if isinstance(process, Boot) and process.agent is not None and process.exit is None:
+        if process is not None and process.agent is not None and process.exit is None:  # type: ignore[attr-defined]
             try:
                 self.truth.check_engine(process)
             except Violation as violation:
                 self._violate(str(violation))
-        self.nemesis.step()
+        if self.nemesis.active:
+            self.nemesis.step()
 
     def _violate(self, text: str) -> None:
         if not self.violation:
@@ -187,6 +189,13 @@ class Deployment(Machines):
             f"{open_ and open_.load_id}, pending {pending}, running {sorted(boot.name for boot in self.running())}, "
             f"serving {[b.name for b in self.running() if b.agent and b.agent.serving()]}"
         )
+
+    def check_wire(self) -> None:
+        """What all followers shared is still what the wire says: no fold has changed an event."""
+        for stream, events in self.broker.read_once.items():
+            for recorded, message in zip(events, self.broker.messages[stream], strict=True):
+                if recorded != decode(*message):
+                    raise Violation(f"{stream} {recorded.seq} {recorded.name} was changed in memory after it was read")
 
     # -- strikes
 
@@ -303,6 +312,7 @@ def _simulate(seed: int, faults: Faults | None, prepare: Any) -> Outcome:
         loop.run_until_complete(main)
         if not found.violation:
             truth.check_end()
+            found.check_wire()
     except (Violation, Stuck) as error:
         found._violate(str(error))
     seconds, steps, story = loop.now, loop.steps, tuple(found.story)

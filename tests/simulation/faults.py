@@ -103,8 +103,6 @@ class Nemesis:
 
     def step(self) -> None:
         """Between two steps of anybody."""
-        if not self.active:
-            return
         self._left -= 1
         if self._left <= 0:
             self._left = self._draw()

@@ -19,7 +19,7 @@ from tests.simulation.boots import Boot, Machines
 from tests.simulation.truth import Truth
 
 PATIENCE_S = 5.0
-ENOUGH = 3
+ENOUGH = 2
 """Groups per client for the next job from the present head; more would only make the run slow."""
 
 Request = Callable[[Boot], Coroutine[Any, Any, Any]]

@@ -37,13 +37,13 @@ class Task(asyncio.Task[Any]):
 
 
 class Future(asyncio.Future[Any]):
-    """As `Task`."""
+    """As `Task`; few are ever hashed, so that the number comes with the first time."""
 
-    def __init__(self, *, loop: Loop) -> None:
-        self.number = next(loop.numbers)
-        super().__init__(loop=loop)
+    number = 0
 
     def __hash__(self) -> int:
+        if not self.number:
+            self.number = next(self.get_loop().numbers)  # type: ignore[attr-defined]
         return self.number
 
 
@@ -86,7 +86,7 @@ class Loop(asyncio.BaseEventLoop):
         self.tasks: list[asyncio.Task[Any]] = []  # all, so that what was killed is never collected, closed, cleaned up
         self.after_step: Callable[[Process | None], None] = lambda process: None
         self.outside = contextvars.Context()  # of what belongs to no process: the network, the broker, people
-        self.numbers, self._burying = itertools.count(), False
+        self.numbers, self._burying = itertools.count(1), False
         self.set_task_factory(_task)  # type: ignore[arg-type]
 
     def time(self) -> float:
@@ -105,7 +105,7 @@ class Loop(asyncio.BaseEventLoop):
             timer = heapq.heappop(timers)
             timer._scheduled = False
             ready.append(timer)
-        handle = self._next(ready)
+        handle = ready.popleft() if len(ready) == 1 else self._pick(ready)
         if handle._cancelled:
             return
         process = handle._context.get(PROCESS)
@@ -127,13 +127,15 @@ class Loop(asyncio.BaseEventLoop):
         if timers[0]._when > self.now:
             self.now, self._steps_now = timers[0]._when, 0
 
-    def _next(self, ready: Any) -> Any:
-        if len(ready) == 1:
-            return ready.popleft()
+    def _pick(self, ready: Any) -> Any:
+        """Any of them; if a process shall keep its order, its first instead."""
         place = int(self.chance.random() * len(ready))
         if place and not self.shuffle:
             process = ready[place]._context.get(PROCESS)
-            place = next(n for n in range(place + 1) if ready[n]._context.get(PROCESS) is process)
+            for first, handle in enumerate(ready):
+                if handle._context.get(PROCESS) is process:
+                    place = first
+                    break
         handle = ready[place]
         del ready[place]
         return handle

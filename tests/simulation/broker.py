@@ -135,7 +135,7 @@ class Connection(MemoryJournal):
 
     async def follow(self, stream: str, after: int = 0, last_id: str = "") -> AsyncIterator[list[Recorded]]:
         events = self.broker.read_once[stream]
-        check_position(stream, after, last_id, await self.read(stream, after) if after else None)
+        check_position(stream, after, last_id, await self._there(stream, after) if after else None)
         while True:
             if len(events) == after:
                 await self.broker.news[stream].wait()
@@ -145,6 +145,13 @@ class Connection(MemoryJournal):
             batch = events[after : after + self.broker.chance.choice((1, 3, MOST))]
             after += len(batch)
             yield batch
+
+    async def _there(self, stream: str, seq: int) -> Recorded | None:
+        while True:
+            try:
+                return await self.read(stream, seq)
+            except Unavailable:
+                await asyncio.sleep(0.1)
 
     async def beat(self, role: str, id_: str, beat: Beat) -> None:
         if self.link.up.is_set() and not self.link.silent:

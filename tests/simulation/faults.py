@@ -75,7 +75,7 @@ class Faults:
 
 def _rate(kind: str, chance: random.Random) -> float:
     if kind in STRIKES:
-        return round(chance.uniform(0.05, 0.5), 3)
+        return round(chance.uniform(0.1, 1.5), 3)
     return round(chance.choice((0.03, 0.1, 0.3)), 3)
 
 

@@ -73,6 +73,7 @@ class Machines:
         boot = Boot(self, component, f"{component}.{number}")
         self.boots[boot.name] = boot
         boot.main = boot.spawn(boot.live())
+        boot.main.add_done_callback(lambda _: boot.end(OK))  # also when it is asked to stop before its first step
         return boot
 
     def running(self) -> list[Boot]:

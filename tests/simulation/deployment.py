@@ -13,8 +13,9 @@ import logging
 import random
 import tempfile
 from collections import Counter
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
 from reef_bus.config import Config, Inference, Publication, Training
 from reef_bus.core.effects import Deadlines, Restarts
@@ -52,29 +53,63 @@ class Outcome:
     voids: int
     story: tuple[tuple[float, str], ...] = field(repr=False)
 
+    def without_story(self) -> Outcome:
+        return replace(self, story=())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """What kind of deployment it is. `noisy`: no two trainings of a batch give the same weights; `shuffle` and
+    `thread_s` are the loop's."""
+
+    engines: int = 2
+    jobs: int = 3
+    transport: str = "tcp"
+    semantics: Literal["single", "cluster"] = "single"
+    noisy: bool = False
+    shuffle: bool = False
+    thread_s: float = 0.01
+
+    @classmethod
+    def drawn(cls, chance: random.Random) -> Shape:
+        return cls(
+            engines=chance.choice((1, 2, 2, 3)),
+            jobs=chance.choice((2, 3, 4)),
+            transport="files" if chance.random() < 0.15 else "tcp",
+            semantics=chance.choice(("single", "cluster")),
+            noisy=chance.random() < 0.5,
+            shuffle=chance.random() < 0.3,
+            thread_s=chance.choice((0.001, 0.01, 0.1)),
+        )
+
+
+Cue = tuple[str, Callable[[Recorded], bool]]
+"""The name of an event, and what is to happen when one was stored; True if the cue is used up."""
+
 
 class Deployment(Machines):
     """A trainer, engines, two publishers, a gateway and their supervisor; clients; and a person who looks after it."""
 
-    def __init__(self, seed: int, faults: Faults | None = None, **given: Any) -> None:
+    def __init__(self, seed: int, faults: Faults | None = None, shape: Shape | None = None) -> None:
         super().__init__()
         self.chance = chance = random.Random(seed)
         self.story: list[tuple[float, str]] = []
-        drawn = Faults.drawn(chance)
-        self.faults = drawn if faults is None else faults
-        self.loop = Loop(chance, shuffle=chance.random() < 0.3, thread_s=chance.choice((0.001, 0.01, 0.1)))
+        drawn = Faults.drawn(chance), Shape.drawn(chance)
+        self.faults, self.shape = faults or drawn[0], shape or drawn[1]
+        self.loop = Loop(chance, shuffle=self.shape.shuffle, thread_s=self.shape.thread_s)
         self.nemesis = Nemesis(self.faults, chance, self.tell)
         self.nemesis.strike = self._strike
         self.registry = Registry()
         self.truth = Truth(self.registry)
-        self.broker = Broker(self.loop, chance, self.nemesis, chance.choice(("single", "cluster")), self._saw)
+        self.broker = Broker(self.loop, chance, self.nemesis, self.shape.semantics, self._saw)
         self.network = Network(self.loop, chance, self.nemesis)
-        self.noisy = chance.random() < 0.5
-        engines = tuple(f"engine-{n}" for n in range(chance.choice((1, 2, 2, 3))))
+        self.noisy = self.shape.noisy
+        engines = tuple(f"engine-{n}" for n in range(self.shape.engines))
         self.roles = {"supervisor": "supervisor", "trainer": "trainer"} | dict.fromkeys(engines, "engine")
         self.roles |= {"publisher": "publisher", "publisher-1": "publisher", "gateway": "gateway"}
-        self.config = _config(engines, "files" if chance.random() < 0.15 else "tcp", chance.choice((2, 3, 4)))
+        self.config = _config(engines, self.shape.transport, self.shape.jobs)
         self.violation = ""
+        self.cues: list[Cue] = []
         self.clients: list[asyncio.Task[None]] = []
 
     # -- what happens
@@ -90,7 +125,9 @@ class Deployment(Machines):
             return
         if stream == LOG:
             self.nemesis.saw(recorded.name)
-            self.tell(f"{recorded.seq:3} {recorded.name:20} {recorded.boot:14} {recorded.id}{void and f'  void: {void}'}")
+            said = f"{recorded.seq:3} {recorded.name:20} {recorded.boot:14} {recorded.id[:8]}"
+            self.tell(said + (f"  void: {void}" if void else ""))
+            self.cues = [cue for cue in self.cues if cue[0] != recorded.name or not cue[1](recorded)]
 
     def _after_step(self, process: Process | None) -> None:
         if process is not None and process.agent is not None and process.exit is None:  # type: ignore[attr-defined]
@@ -153,6 +190,26 @@ class Deployment(Machines):
 
     def _latest(self) -> set[str]:
         return {boot.component for boot in self.running()}
+
+    # -- scripts
+
+    def when(self, name: str, what: Callable[[], object], nth: int = 1, boot: str = "") -> None:
+        """Do `what` as soon as the `nth` such event (by that boot, if one is given) is stored."""
+        left = nth
+
+        def cue(recorded: Recorded) -> bool:
+            nonlocal left
+            left -= boot in ("", recorded.boot)
+            if left or boot not in ("", recorded.boot):
+                return False
+            what()
+            return True
+
+        self.cues.append((name, cue))
+
+    def current(self, component: str) -> Boot:
+        """The boot that runs; the newest if there are several."""
+        return [boot for boot in self.running() if boot.component == component][-1]
 
     # -- the person
 
@@ -286,14 +343,22 @@ def _config(engines: tuple[str, ...], transport: str, jobs: int) -> Config:
     )
 
 
-def simulate(seed: int, faults: Faults | None = None, prepare: Any = None) -> Outcome:
-    """Run one seed to its end. `faults` instead of the seed's own; `prepare` gets the deployment before it begins."""
+Prepare = Callable[[Deployment], object]
+
+
+def simulate(
+    seed: int, faults: Faults | None = None, shape: Shape | None = None, prepare: Prepare = lambda deployment: None
+) -> Outcome:
+    """Run one seed to its end. `faults` and `shape` instead of the seed's own; `prepare` gets the deployment before it
+    begins."""
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     gc.disable()
     try:
         with tempfile.TemporaryDirectory(dir="/dev/shm") as folder, contextlib.chdir(folder):
-            return _simulate(seed, faults, prepare)
+            found = Deployment(seed, faults, shape)
+            prepare(found)
+            return _simulate(seed, found)
     finally:
         logging.disable(before)
         gc.enable()
@@ -301,10 +366,7 @@ def simulate(seed: int, faults: Faults | None = None, prepare: Any = None) -> Ou
             gc.collect()
 
 
-def _simulate(seed: int, faults: Faults | None, prepare: Any) -> Outcome:
-    found = Deployment(seed, faults)
-    if prepare:
-        prepare(found)
+def _simulate(seed: int, found: Deployment) -> Outcome:
     loop, truth = found.loop, found.truth
     loop.set_exception_handler(lambda _, about: found._violate(f"unhandled: {about.get('exception')!r} {about}"))
     main = loop.create_task(found.run(), context=loop.outside)

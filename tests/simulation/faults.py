@@ -85,6 +85,7 @@ class Nemesis:
     def __init__(self, faults: Faults, chance: random.Random, tell: Callable[[str], None]) -> None:
         self.faults, self.chance, self.tell = faults, chance, tell
         self.hits: Counter[tuple[str, str]] = Counter()
+        self.orders: list[tuple[str, str]] = []  # (event, kind): scripts order what else is drawn
         self.last = ""
         self.active = True
         self.strike: Callable[[str], str] = lambda kind: ""
@@ -124,6 +125,15 @@ class Nemesis:
                     self.hit(kind)
                     return kind
         return ""
+
+    def append(self, event: str) -> str:
+        """What falls upon an append: what was ordered for that event, else what is drawn."""
+        for order in self.orders:
+            if order[0] == event:
+                self.orders.remove(order)
+                self.hit(order[1])
+                return order[1]
+        return self.befalls(APPENDS)
 
     def hit(self, kind: str, whom: str = "") -> None:
         self.hits[kind, self.last] += 1

@@ -16,7 +16,7 @@ from reef_bus.errors import Conflict, Unavailable
 from reef_bus.events import Draft, Recorded
 from reef_bus.journal import LOG, RECORDS, Beat, MemoryJournal, MemoryStreams, Stored, check_position
 from reef_bus.topology import FAMILIES
-from tests.simulation.faults import Nemesis
+from tests.simulation.faults import APPENDS, Nemesis
 from tests.simulation.loop import Loop, Process
 from tests.spec import SECOND, T0
 
@@ -89,7 +89,7 @@ class Connection(MemoryJournal):
             raise Unavailable("no NATS server") from error
 
     async def append(self, draft: Draft, prev: int) -> Stored:
-        fate = self.broker.nemesis.append(type(draft.event).__name__)
+        fate = self.broker.nemesis.falls_upon(type(draft.event).__name__, APPENDS)
         compared = FAMILIES[draft.event.family].compares and fate != "misspelt"
         return await self._ask(lambda: self.store(draft, prev, compared=compared), fate)  # type: ignore[no-any-return]
 

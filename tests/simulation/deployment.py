@@ -59,14 +59,15 @@ class Outcome:
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """What kind of deployment it is. `noisy`: no two trainings of a batch give the same weights; `shuffle` and
-    `thread_s` are the loop's."""
+    """What kind of deployment it is. `noisy`: no two trainings of a batch give the same weights; `eager`: there are
+    records for more than one job, so that training overlaps publication; `shuffle` and `thread_s` are the loop's."""
 
     engines: int = 2
     jobs: int = 3
     transport: str = "tcp"
     semantics: Literal["single", "cluster"] = "single"
     noisy: bool = False
+    eager: bool = False
     shuffle: bool = False
     thread_s: float = 0.01
 
@@ -78,6 +79,7 @@ class Shape:
             transport="files" if chance.random() < 0.15 else "tcp",
             semantics=chance.choice(("single", "cluster")),
             noisy=chance.random() < 0.5,
+            eager=chance.random() < 0.3,
             shuffle=chance.random() < 0.3,
             thread_s=chance.choice((0.001, 0.01, 0.1)),
         )
@@ -147,7 +149,7 @@ class Deployment(Machines):
         """From an empty log to an audited one."""
         self.loop.after_step = self._after_step
         self.start("supervisor")
-        self.clients = [asyncio.create_task(Harness(self, self.truth, name).run()) for name in ("x", "y")]
+        self.clients = [asyncio.create_task(Harness(self, self.truth, name, eager=self.shape.eager).run()) for name in ("x", "y")]
         await self._until(self._over, FAULTS_S)
         self._heal()
         await self._settle()
@@ -210,6 +212,12 @@ class Deployment(Machines):
     def current(self, component: str) -> Boot:
         """The boot that runs; the newest if there are several."""
         return [boot for boot in self.running() if boot.component == component][-1]
+
+    def pause(self, component: str, seconds: float) -> None:
+        """SIGSTOP, and SIGCONT so much later."""
+        boot = self.current(component)
+        boot.stop()
+        self._after(seconds, boot.proceed)
 
     # -- the person
 

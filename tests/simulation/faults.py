@@ -85,7 +85,7 @@ class Nemesis:
     def __init__(self, faults: Faults, chance: random.Random, tell: Callable[[str], None]) -> None:
         self.faults, self.chance, self.tell = faults, chance, tell
         self.hits: Counter[tuple[str, str]] = Counter()
-        self.orders: list[tuple[str, str]] = []  # (event, kind): scripts order what else is drawn
+        self.orders: list[tuple[str, str]] = []  # (occasion, kind): scripts order what is else drawn
         self.last = ""
         self.active = True
         self.strike: Callable[[str], str] = lambda kind: ""
@@ -126,14 +126,14 @@ class Nemesis:
                     return kind
         return ""
 
-    def append(self, event: str) -> str:
-        """What falls upon an append: what was ordered for that event, else what is drawn."""
+    def falls_upon(self, occasion: str, kinds: tuple[str, ...]) -> str:
+        """What was ordered for that occasion (an event's append, or `receive`), else what is drawn of `kinds`."""
         for order in self.orders:
-            if order[0] == event:
+            if order[0] == occasion:
                 self.orders.remove(order)
                 self.hit(order[1])
                 return order[1]
-        return self.befalls(APPENDS)
+        return self.befalls(kinds)
 
     def hit(self, kind: str, whom: str = "") -> None:
         self.hits[kind, self.last] += 1

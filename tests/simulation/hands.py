@@ -204,7 +204,7 @@ class Wire(Transport):
         door = self.network.doors[ticket.token]
         if door.attempt != (publication, attempt):
             raise TransferError("refused", "this is another attempt's door")
-        fate = self.network.nemesis.befalls(TRANSFERS)
+        fate = self.network.nemesis.falls_upon("receive", TRANSFERS)
         if fate == "skip":
             return manifest.total
         ingress = self.network.ingress(target)

@@ -19,8 +19,6 @@ from tests.simulation.boots import Boot, Machines
 from tests.simulation.truth import Truth
 
 PATIENCE_S = 5.0
-ENOUGH = 2
-"""Groups per client for the next job from the present head; more would only make the run slow."""
 
 Request = Callable[[Boot], Coroutine[Any, Any, Any]]
 
@@ -32,9 +30,10 @@ class Gone(Exception):
 class Harness:
     """One client. It asks whichever gateway runs."""
 
-    def __init__(self, machines: Machines, truth: Truth, name: str) -> None:
+    def __init__(self, machines: Machines, truth: Truth, name: str, *, eager: bool) -> None:
+        """It makes `enough` groups for the next job from the present head; more would only make the run slow."""
         self.machines, self.truth, self.name = machines, truth, name
-        self.groups = 0
+        self.groups, self.enough, self.pace_s = 0, 4 if eager else 2, 0.03 if eager else 0.2
 
     async def run(self) -> None:
         last, since = ("", 0), 0
@@ -42,9 +41,9 @@ class Harness:
             head = self.truth.world.publications.head
             now = (head.load_id if head else "", self.truth.world.training.dispatched)
             last, since = (last, since) if now == last else (now, 0)
-            if since < ENOUGH and await self._group():
+            if since < self.enough and await self._group():
                 since += 1
-            await asyncio.sleep(0.05 + self.machines.chance.random() * 0.3)
+            await asyncio.sleep(self.pace_s * (0.3 + self.machines.chance.random() * 1.5))
 
     async def _group(self) -> bool:
         """Two answers to one prompt and a report on each. Whatever fails, fails: the next group is another one."""

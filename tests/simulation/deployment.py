@@ -149,7 +149,9 @@ class Deployment(Machines):
         """From an empty log to an audited one."""
         self.loop.after_step = self._after_step
         self.start("supervisor")
-        self.clients = [asyncio.create_task(Harness(self, self.truth, name, eager=self.shape.eager).run()) for name in ("x", "y")]
+        self.clients = [
+            asyncio.create_task(Harness(self, self.truth, name, eager=self.shape.eager).run()) for name in ("x", "y")
+        ]
         await self._until(self._over, FAULTS_S)
         self._heal()
         await self._settle()

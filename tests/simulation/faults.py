@@ -70,7 +70,9 @@ class Faults:
 
     def on(self) -> dict[str, float]:
         """What is switched on, with its rate."""
-        return {field.name: rate for field in fields(self) if isinstance(rate := getattr(self, field.name), float) and rate}
+        return {
+            field.name: rate for field in fields(self) if isinstance(rate := getattr(self, field.name), float) and rate
+        }
 
 
 def _rate(kind: str, chance: random.Random) -> float:

@@ -217,9 +217,7 @@ class Wire(Transport):
             ingress.open = False
         return manifest.total
 
-    async def _fill(
-        self, door: Door, ingress: Ingress, fate: str, deadline: asyncio.Timeout, stall_s: float
-    ) -> None:
+    async def _fill(self, door: Door, ingress: Ingress, fate: str, deadline: asyncio.Timeout, stall_s: float) -> None:
         chance, bad = self.network.chance, self.network.chance.randrange(2 * SIZE // CHUNK)
         for number, (name, start) in enumerate(itertools.product(door.source, range(0, SIZE, CHUNK))):
             await asyncio.sleep(chance.random() * (stall_s if fate == "slow" else 0.01))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from tests.simulation.faults import EVENTS, KINDS, TRANSFERS
+from tests.simulation.faults import EVENTS, KINDS
 
 Cell = tuple[str, str]
 
@@ -19,7 +19,9 @@ def missing(hits: Counter[Cell]) -> list[str]:
     """Possible cells that were never hit, and impossible ones that were: then the reason is wrong."""
     never = [f"{kind} at {event}" for kind in KINDS for event in EVENTS if not hits[kind, event]]
     never = [cell for cell in never if tuple(cell.split(" at ")) not in IMPOSSIBLE]
-    return never + [f"{kind} at {event}, which is said to be impossible" for kind, event in IMPOSSIBLE if hits[kind, event]]
+    return never + [
+        f"{kind} at {event}, which is said to be impossible" for kind, event in IMPOSSIBLE if hits[kind, event]
+    ]
 
 
 def table(hits: Counter[Cell], events: Counter[str]) -> str:

@@ -5,12 +5,12 @@ Knows: everything that the simulation knows. Must not know: why anybody decided 
 
 from __future__ import annotations
 
+from reef_bus.artifacts import ArtifactStore
 from reef_bus.audit import _batches
+from reef_bus.backends import Generated
 from reef_bus.core.invariants import check
 from reef_bus.core.serving import may_generate
 from reef_bus.core.world import World, fold
-from reef_bus.artifacts import ArtifactStore
-from reef_bus.backends import Generated
 from reef_bus.errors import ContractError
 from reef_bus.events import (
     CandidateReady,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 from reef_bus.events import CATALOGUE
 
@@ -67,12 +67,6 @@ class Faults:
         rates = {kind: _rate(kind, chance) for kind in KINDS if chance.random() < 0.25}
         aims = tuple((chance.choice(STRIKES), chance.choice(EVENTS)) for _ in range(chance.randrange(4)))
         return replace(cls(aims=aims), **rates)
-
-    def on(self) -> dict[str, float]:
-        """What is switched on, with its rate."""
-        return {
-            field.name: rate for field in fields(self) if isinstance(rate := getattr(self, field.name), float) and rate
-        }
 
 
 def _rate(kind: str, chance: random.Random) -> float:

@@ -236,7 +236,7 @@ class Wire(Transport):
 
     async def _reach(self, door: Door) -> None:
         """Wait out a sender that is stopped; raise if it is gone."""
-        while door.process.stopped and not door.process.dead:
+        while door.process.stopped and not door.process.dead:  # noqa: ASYNC110 - a process is no event
             await asyncio.sleep(0.2)
         if door.closed or door.process.dead:
             raise TransferError("closed", "the sender is gone")

@@ -67,7 +67,7 @@ def test_when_the_only_engine_dies_with_its_supervisor_nothing_is_committed_with
         d.when("TargetPersisted", lambda: d.current("supervisor").kill())
 
     run = Run(seed, script, Shape(engines=1, jobs=2))
-    assert [r.event.reason for r in run.all(PublicationHalted)][0].endswith("and no engine is left")  # type: ignore[attr-defined]
+    assert next(r.event.reason for r in run.all(PublicationHalted)).endswith("and no engine is left")  # type: ignore[attr-defined]
     assert all(r.event.members for r in run.all(TargetPersisted))  # type: ignore[attr-defined]
     assert all(r.event.evidence for r in run.all(ReleaseCommitted))  # type: ignore[attr-defined]
 

@@ -44,10 +44,12 @@ def _many(seeds: range, as_json: bool) -> int:
     began = time.monotonic()
     hits, events, ended = Counter[tuple[str, str]](), Counter[str](), Counter[str]()
     failed: dict[int, str] = {}
+    slowest = (0.0, 0)
     for outcome in _run(seeds):
         hits += outcome.hits
         events += outcome.events
         ended += outcome.ended
+        slowest = max(slowest, (outcome.settled_s, outcome.seed))
         if outcome.violation:
             failed[outcome.seed] = outcome.violation
             print(f"seed {outcome.seed}: {outcome.violation}\n    python -m tests.simulation --seed {outcome.seed}")
@@ -58,6 +60,7 @@ def _many(seeds: range, as_json: bool) -> int:
     else:
         print(table(hits, events))
         print(f"{len(seeds)} seeds in {seconds:.1f} s ({len(seeds) / seconds:.1f}/s), candidates: {dict(ended)}")
+        print(f"settled at the latest {slowest[0]:.1f} s after the faults stopped (seed {slowest[1]})")
         print(f"{len(failed)} failed; {len(wanting)} cells were never hit {wanting or ''}")
     return 1 if failed or wanting else 0
 

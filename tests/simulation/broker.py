@@ -34,6 +34,37 @@ class Link:
         self.silent, self.lag = False, 0.0
 
 
+class Feed:
+    """One follower's subscription. What is stored reaches it some time later: it has `seen` so many events."""
+
+    def __init__(self, broker: Broker, process: Process, link: Link, stream: str) -> None:
+        self.broker, self.process, self.link = broker, process, link
+        self.events = broker.read_once[stream]
+        self.seen = len(self.events)
+        self.due = False
+        self.waiting: asyncio.Future[None] | None = None
+
+    def notify(self) -> bool:
+        """There is more. Whether anybody still listens."""
+        if not self.due:
+            self.due, loop = True, self.broker.loop
+            loop.call_later(self.broker.delay() + self.link.lag, self._arrive, context=loop.outside)
+        return not self.process.dead
+
+    def _arrive(self) -> None:
+        self.due, self.seen = False, len(self.events)
+        if self.waiting is not None and not self.waiting.done():
+            self.waiting.set_result(None)
+
+    async def beyond(self, after: int) -> None:
+        """Wait until it has seen more than `after`."""
+        while self.seen <= after or not self.link.up.is_set():
+            self.waiting = self.broker.loop.create_future()
+            if self.seen <= after:
+                await self.waiting
+            await self.link.up.wait()
+
+
 class Broker(MemoryStreams):
     """Both streams, and what all connections share. `saw` hears of everything that is stored, in order.
 
@@ -52,7 +83,7 @@ class Broker(MemoryStreams):
         super().__init__(semantics, self.wall)
         self.loop, self.chance, self.nemesis, self.saw = loop, chance, nemesis, saw
         self.skew = 0
-        self.news = {LOG: asyncio.Event(), RECORDS: asyncio.Event()}
+        self.feeds: dict[str, list[Feed]] = {LOG: [], RECORDS: []}
         self.read_once: dict[str, list[Recorded]] = {LOG: [], RECORDS: []}
         self.ears: list[tuple[Process, Link, Callable[[Beat], None]]] = []
 
@@ -68,8 +99,7 @@ class Broker(MemoryStreams):
             recorded = decode(*self.messages[stream][-1])
             self.read_once[stream].append(recorded)
             self.saw(stream, recorded)
-            self.news[stream].set()
-            self.news[stream] = asyncio.Event()
+            self.feeds[stream] = [feed for feed in self.feeds[stream] if feed.notify()]
         return stored
 
 
@@ -134,15 +164,12 @@ class Connection(MemoryJournal):
             answer.set_result(found)
 
     async def follow(self, stream: str, after: int = 0, last_id: str = "") -> AsyncIterator[list[Recorded]]:
-        events = self.broker.read_once[stream]
+        feed = Feed(self.broker, self.process, self.link, stream)
+        self.broker.feeds[stream].append(feed)
         check_position(stream, after, last_id, await self._there(stream, after) if after else None)
         while True:
-            if len(events) == after:
-                await self.broker.news[stream].wait()
-                continue
-            await asyncio.sleep(self.broker.delay() + self.link.lag)
-            await self.link.up.wait()
-            batch = events[after : after + self.broker.chance.choice((1, 3, MOST))]
+            await feed.beyond(after)
+            batch = feed.events[after : min(feed.seen, after + self.broker.chance.choice((1, 3, MOST)))]
             after += len(batch)
             yield batch
 

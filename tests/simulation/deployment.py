@@ -40,12 +40,14 @@ GC_EVERY = 50
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a seed went. `violation` is empty if nothing happened that must not."""
+    """How a seed went. `violation` is empty if nothing happened that must not; `settled_s` is how long everything took
+    to come to its end once the faults had stopped."""
 
     seed: int
     violation: str
     digest: str
     seconds: float
+    settled_s: float
     steps: int
     hits: Counter[tuple[str, str]]
     events: Counter[str]
@@ -112,6 +114,7 @@ class Deployment(Machines):
         self.config = _config(engines, self.shape.transport, self.shape.jobs)
         self.violation = ""
         self.cues: list[Cue] = []
+        self.healed = 0.0
         self.clients: list[asyncio.Task[None]] = []
 
     # -- what happens
@@ -226,6 +229,7 @@ class Deployment(Machines):
     def _heal(self) -> None:
         """Faults stop: networks are whole, clocks are right, nobody is stopped."""
         self.tell("-- faults stop")
+        self.healed = self.loop.now
         self.nemesis.active = False
         self.broker.skew = 0
         for boot in self.boots.values():
@@ -397,6 +401,7 @@ def _simulate(seed: int, found: Deployment) -> Outcome:
         violation=found.violation,
         digest=hashlib.sha256(text.encode()).hexdigest(),
         seconds=seconds,
+        settled_s=seconds - found.healed,
         steps=steps,
         hits=found.nemesis.hits,
         events=Counter(recorded.name for recorded in truth.log),

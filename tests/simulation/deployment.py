@@ -129,7 +129,8 @@ class Deployment(Machines):
             self._violate(str(violation))
             return
         if stream == LOG:
-            self.nemesis.saw(recorded.name)
+            if not void:
+                self.nemesis.saw(recorded.name)
             said = f"{recorded.seq:3} {recorded.name:20} {recorded.boot:14} {recorded.id[:8]}"
             self.tell(said + (f"  void: {void}" if void else ""))
             self.cues = [cue for cue in self.cues if cue[0] != recorded.name or not cue[1](recorded)]

@@ -24,6 +24,12 @@ HANDS = ("reject", "drop", "no_room", "no_artifact", "repeat")
 harness that says everything twice."""
 KINDS = (*STRIKES, *APPENDS, *TRANSFERS, *HANDS)
 
+RARE = (
+    *("RecoveryHalted", "JobDropped", "CandidateRejected", "SenderFailed", "TrainerRestored"),
+    *("PublicationRefused", "PublicationHalted", "ReceiverFailed", "EngineLeft", "EngineExcluded"),
+)
+"""Events that most runs never see; strikes lie in wait for them."""
+
 EVENTS = tuple(name for name, event in CATALOGUE.items() if event.family != "record")
 
 
@@ -64,8 +70,10 @@ class Faults:
     @classmethod
     def drawn(cls, chance: random.Random) -> Faults:
         """A seed's own subset."""
-        rates = {kind: _rate(kind, chance) for kind in KINDS if chance.random() < 0.25}
-        aims = tuple((chance.choice(STRIKES), chance.choice(EVENTS)) for _ in range(chance.randrange(4)))
+        rates = {kind: _rate(kind, chance) for kind in KINDS if chance.random() < (0.4 if kind in HANDS else 0.25)}
+        aims = tuple(
+            (chance.choice(STRIKES), chance.choice(chance.choice((RARE, EVENTS)))) for _ in range(chance.randrange(7))
+        )
         return replace(cls(aims=aims), **rates)
 
 

@@ -194,8 +194,8 @@ def trainer_debts(world: World, boot: str = "t1") -> list[Debt]:
     return reactions.trainer(world, Me("trainer", boot))
 
 
-def engine_debts(world: World, engine: str, boot: str = "") -> list[Debt]:
-    return reactions.engine(world, Me(engine, boot or f"{engine}.1"), Policy().deadlines)
+def engine_debts(world: World, engine: str, boot: str = "", *, spoilt: bool = False) -> list[Debt]:
+    return reactions.engine(world, Me(engine, boot or f"{engine}.1"), Policy().deadlines, spoilt=spoilt)
 
 
 def publisher_debts(world: World, now: int, silent: tuple[str, ...] = (), transport: str = "tcp") -> list[Debt]:

@@ -105,7 +105,9 @@ class Agent(Role):
     # -- effects
 
     def react(self, world: World, now: int) -> Sequence[Debt]:
-        return reactions.engine(world, self.me, self.config.publication.deadlines)
+        head = world.publications.head
+        spoilt = head is not None and self.proven != head.manifest
+        return reactions.engine(world, self.me, self.config.publication.deadlines, spoilt=spoilt)
 
     async def perform(self, debt: Debt, scope: contextlib.AsyncExitStack) -> Event | None:
         match debt.effect:

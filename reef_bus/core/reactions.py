@@ -124,8 +124,8 @@ def _next_job(world: World) -> Debt:
 # -- engine
 
 
-def engine(world: World, me: Me, deadlines: Deadlines) -> list[Debt]:
-    """What the agent of one engine owes."""
+def engine(world: World, me: Me, deadlines: Deadlines, *, spoilt: bool = False) -> list[Debt]:
+    """What the agent of one engine owes. `spoilt`: its memory is not known to hold the head, whatever it has said."""
     if not world.incarnation:
         return []
     found = world.membership.engines.get(me.id)
@@ -136,7 +136,7 @@ def engine(world: World, me: Me, deadlines: Deadlines) -> list[Debt]:
     open_ = world.publications.open
     if open_ is not None and fenced(world, me.id, me.boot):
         return _attempt(world, me, open_, deadlines)
-    return _head(world, found)
+    return _head(world, found, spoilt)
 
 
 def _attempt(world: World, me: Me, open_: Publication, deadlines: Deadlines) -> list[Debt]:
@@ -179,8 +179,11 @@ def _all_fenced(world: World, open_: Publication) -> bool:
     return all(world.membership.fence(m.boot, open_.id, open_.attempt) for m in open_.members)
 
 
-def _head(world: World, found: Engine) -> list[Debt]:
+def _head(world: World, found: Engine, spoilt: bool) -> list[Debt]:
+    """A report may count although its boot has begun to write again: for another ticket of the same attempt."""
     since, head = owes_head(world, found), world.publications.head
+    if head is not None and not since and spoilt:
+        since = max(found.reported, head.seq)
     if not since or head is None:
         return []
     verify = VerifyHead(head.load_id, head.manifest, head.weights)

@@ -7,7 +7,7 @@ ARGS ?=
 export PYTHON
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format kill-all schemas clean prepare-demo prepare-dev
+.PHONY: help demo test lint format kill-all simulate schemas clean prepare-demo prepare-dev
 
 help:  ## what there is
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-10s %s\n", $$1, $$2}' Makefile
@@ -30,6 +30,9 @@ format: prepare-dev  ## let ruff write the layout that `make lint` asks for
 
 kill-all: prepare-dev  ## every role killed at every event, once; prints the table
 	@$(BIN)/python -m tests.e2e.kill_all $(ARGS)
+
+simulate: prepare-dev  ## 2,000 seeds of simulated faults; prints the table
+	@$(BIN)/python -m tests.simulation --seeds 2000 $(ARGS)
 
 schemas: prepare-dev  ## write schemas/ from reef_bus/events.py
 	@$(BIN)/python -m reef_bus.contracts generate $(ARGS)

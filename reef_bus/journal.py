@@ -134,14 +134,17 @@ class MemoryJournal(Journal):
 
     async def append(self, draft: Draft, prev: int) -> Stored:
         await asyncio.sleep(0)
-        row, where, body = FAMILIES[draft.event.family], subject(self.deployment, draft.event), payload(draft.event)
-        check_writable(where, draft.event, body)
-        id_ = identify(draft, prev, body)
-        message = _Message(0, 0, where, headers(draft, id_, prev, where, ""), body)
-        stored = self.streams.store(row.stream, draft.event.chain, prev if row.compares else None, message)
+        stored = self.store(draft, prev, compared=FAMILIES[draft.event.family].compares)
         if self.lose_ack(draft):
-            raise Unavailable(f"no acknowledgement for {where}")
+            raise Unavailable(f"no acknowledgement for {subject(self.deployment, draft.event)}")
         return stored
+
+    def store(self, draft: Draft, prev: int, *, compared: bool) -> Stored:
+        """What happens at the broker when the append arrives there; `compared` as its subject and filter say."""
+        event, where, body = draft.event, subject(self.deployment, draft.event), payload(draft.event)
+        check_writable(where, event, body)
+        message = _Message(0, 0, where, headers(draft, identify(draft, prev, body), prev, where, ""), body)
+        return self.streams.store(FAMILIES[event.family].stream, event.chain, prev if compared else None, message)
 
     async def head(self, stream: str) -> int:
         await asyncio.sleep(0)

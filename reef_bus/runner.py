@@ -92,7 +92,7 @@ class Runner:
         self._effects: dict[str, asyncio.Task[Event | None]] = {}
         self._scopes: dict[str, contextlib.AsyncExitStack] = {}
         self._settled: set[str] = set()
-        self._accepted: dict[str, bool] = {}
+        self._tried: dict[str, dict[str, bool]] = {}  # key → ids of its appends, and whether the fold accepted them
         self._closing: set[asyncio.Task[None]] = set()
         self._moved = asyncio.Event()
         self._ask = asyncio.Event()
@@ -125,8 +125,9 @@ class Runner:
             for recorded in batch:
                 self.world.start = start_of(recorded, self.fetch)
                 void = fold(self.world, recorded)
-                if recorded.id in self._accepted:
-                    self._accepted[recorded.id] = not void
+                for tried in self._tried.values():
+                    if recorded.id in tried:
+                        tried[recorded.id] = not void
                 applied.append(recorded)
         finally:
             if applied:
@@ -163,6 +164,7 @@ class Runner:
                 continue
             debts = {debt.key: debt for debt in self._owed()}
             self._settled &= debts.keys()
+            self._tried = {key: tried for key, tried in self._tried.items() if key in debts}
             gone = [key for key in self._effects if key not in debts]
             if gone:
                 self._closing.add(asyncio.create_task(self._drop(gone)))
@@ -247,6 +249,9 @@ class Runner:
         return await self._try(debt, event)
 
     async def _try(self, debt: Debt, event: Event) -> bool:
+        tried = self._tried.setdefault(debt.key, {})
+        if any(tried.values()):  # one that was given up for lost, and landed since
+            return True
         prev = self.world.tail(event.chain)
         draft = Draft(
             event=event,
@@ -256,7 +261,7 @@ class Runner:
             correlation=debt.correlation,
         )
         id_ = identify(draft, prev, payload(event))
-        self._accepted[id_] = False
+        tried[id_] = False
         try:
             stored = (await self.journal.append(draft, prev)).seq
         except Conflict:
@@ -266,7 +271,7 @@ class Runner:
             await asyncio.sleep(RETRY_S)
             stored = await self._head()
         await self.reached(stored)
-        return self._accepted.pop(id_)
+        return any(tried.values())
 
     async def _head(self) -> int:
         """The stream's head, however long its leader takes to answer: nothing may be appended before."""

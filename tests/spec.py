@@ -195,8 +195,8 @@ def trainer_debts(world: World, boot: str = "t1") -> list[Debt]:
     return reactions.trainer(world, Me("trainer", boot))
 
 
-def engine_debts(world: World, engine: str, boot: str = "") -> list[Debt]:
-    return reactions.engine(world, Me(engine, boot or f"{engine}.1"), Policy().deadlines)
+def engine_debts(world: World, engine: str, boot: str = "", *, written: bool = False) -> list[Debt]:
+    return reactions.engine(world, Me(engine, boot or f"{engine}.1"), Policy().deadlines, written=written)
 
 
 def publisher_debts(

@@ -12,7 +12,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from reef_bus.artifacts import ArtifactStore, load_weights
@@ -72,9 +72,18 @@ class Agent(Role):
     name = "engine"
 
     def __init__(
-        self, config: Config, me: Me, url: str, backend: InferenceBackend, store: ArtifactStore, fault: Fault
+        self,
+        config: Config,
+        me: Me,
+        url: str,
+        backend: InferenceBackend,
+        store: ArtifactStore,
+        fault: Fault,
+        *,
+        clock: Callable[[], int] = time.time_ns,
     ) -> None:
         super().__init__(me)
+        self.clock = clock
         self.config = config
         self.url = url
         self.backend = backend
@@ -126,7 +135,7 @@ class Agent(Role):
         if not self.may_generate():
             self.open.clear()
         elif not self.open.is_set():
-            self.resumed_at, self.served = time.time_ns(), 0
+            self.resumed_at, self.served = self.clock(), 0
             self.open.set()
         return self.open.is_set()
 
@@ -166,7 +175,7 @@ class Agent(Role):
         raise AssertionError(debt.effect)
 
     async def _fence(self, effect: Fence) -> Event:
-        began, head = time.monotonic(), self.world.publications.head
+        began, head = _now(), self.world.publications.head
         async with self.ingress, self.memory:
             self.staged = None
             await blocking(self.backend.unstage)
@@ -182,7 +191,7 @@ class Agent(Role):
             )
 
     async def _receive(self, effect: Receive) -> Event:
-        began = time.monotonic()
+        began = _now()
         async with self.ingress, self.memory:
             try:
                 target = Manifest.decode(await blocking(self.store.get, effect.manifest))
@@ -198,7 +207,7 @@ class Agent(Role):
 
     async def _stage(self, effect: Stage) -> Event:
         """Beside what is served, while generation goes on: the memory lock is nobody's business here."""
-        began = time.monotonic()
+        began = _now()
         async with self.ingress:
             self.staged = None
             try:
@@ -246,7 +255,7 @@ class Agent(Role):
 
     async def _verify(self, effect: VerifyHead) -> Event:
         """By swapping in what was staged for it; from memory if that hashes to it; else by loading its artifact."""
-        began, method, moved = time.monotonic(), "swapped", 0
+        began, method, moved = _now(), "swapped", 0
         async with self.ingress, self.memory:
             found = await self._swap(effect)
             if found is None:
@@ -334,5 +343,9 @@ def _cause(error: TransferError | ContractError) -> str:
     return error.cause if isinstance(error, TransferError) else "artifact"
 
 
+def _now() -> float:
+    return asyncio.get_running_loop().time()
+
+
 def _ms(began: float) -> float:
-    return round((time.monotonic() - began) * 1000, 3)
+    return round((_now() - began) * 1000, 3)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from reef_bus import process
 from reef_bus.config import Config
@@ -25,17 +25,18 @@ DEAF_S = 2.0  # the loop asks every few hundred ms: after a longer pause this pr
 class Heartbeats:
     """Which boots were not heard for too long. Silence counts only while this process could have heard them."""
 
-    def __init__(self, journal: Journal, lapse_s: float) -> None:
+    def __init__(self, journal: Journal, lapse_s: float, *, clock: Callable[[], float] = time.monotonic) -> None:
         self.journal = journal
         self.lapse_s = lapse_s
+        self.clock = clock
         self._heard: dict[str, float] = {}
-        self._listening = self._asked = time.monotonic()
+        self._listening = self._asked = clock()
 
     def hear(self, beat: Beat) -> None:
-        self._heard[str(beat.get("boot"))] = time.monotonic()
+        self._heard[str(beat.get("boot"))] = self.clock()
 
     def silent(self, boots: Sequence[str]) -> frozenset[str]:
-        now = time.monotonic()
+        now = self.clock()
         if not self.journal.connected() or now - self._asked > DEAF_S:
             self._listening = now
         self._asked = now

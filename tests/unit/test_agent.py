@@ -24,7 +24,7 @@ from reef_bus.errors import Rejected, Unavailable
 from reef_bus.events import Blob, EngineFenced, EngineLeft, Event, ReceiverFailed, ReceiverVerified
 from reef_bus.journal import MemoryJournal, MemoryStreams
 from reef_bus.manifest import Manifest
-from tests.facts import E0, E1, SERVING, fenced, halted, holds, joined, target, trained
+from tests.facts import E0, E1, SERVING, blob, fenced, halted, holds, joined, released, target, trained
 from tests.loop import put, quiet, until
 from tests.spec import Said, Step, given
 
@@ -327,3 +327,14 @@ async def test_a_load_that_is_cancelled_twice_still_keeps_the_memory_to_itself(
     with pytest.raises(asyncio.CancelledError):
         await saying
     assert not found.memory.locked()
+
+
+def test_an_engine_that_wrote_to_its_memory_since_its_proof_proves_the_head_once_more(tmp_path: Path) -> None:
+    """Found by simulation: a second ticket of one attempt began a second receive while the report of the first was on
+    its way. The report counted, and the gate stayed shut for good although the log said that it may generate."""
+    found, after = agent(tmp_path), (*SERVING, *trained("c1"), *released(1, "c1", E0, E1))
+    see(found, *after)
+    assert found.open.is_set() and found.react(found.world, 0) == []
+    found._writing()
+    assert not found.open.is_set()
+    assert [debt.effect for debt in found.react(found.world, 0)] == [VerifyHead("inc:1", "digest-of-c1", blob("c1"))]

@@ -128,6 +128,15 @@ def test_row_8_after_the_commit_a_member_owes_nothing() -> None:
     assert nothing(*done, committed(1, "c1", E0, E1))
 
 
+def test_a_member_whose_memory_was_written_again_since_its_report_owes_the_head_after_the_commit() -> None:
+    """Section 4: it "has written nothing to its weights since". A second ticket of the same attempt (of a new trainer
+    boot, say) starts a second receive while the first one's report is on its way; the report counts all the same."""
+    done = (*READY, verified("e0", 1, "c1"), verified("e1", 1, "c1"))
+    assert engine_debts(given(*done).world, "e0", written=True) == []
+    after = given(*done, committed(1, "c1", E0, E1)).world
+    assert only(engine_debts(after, "e0", written=True)) == VerifyHead("inc:1", digest("c1"), blob("c1"))
+
+
 def test_a_halt_owes_the_incumbent_to_whoever_fenced() -> None:
     """Attempts: by section 4 the incumbent is back without anyone's help."""
     halt = (*TARGETED, fenced("e0", 1), halted(1))

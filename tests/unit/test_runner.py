@@ -110,6 +110,48 @@ async def test_a_lost_ack_neither_loses_nor_doubles_a_fact(semantics: Literal["s
     assert names(streams) == ["LogOpened", "ComponentStarted"]
 
 
+class Landing(MemoryJournal):
+    """What was sent first lands as soon as its writer has looked for it and has not found it."""
+
+    first: tuple[Draft, int] | None = None
+    sent = 0
+
+    async def append(self, draft: Draft, prev: int) -> Stored:
+        self.sent += draft.boot == "s1"
+        if draft.boot != "s1" or self.sent > 1:
+            return await super().append(draft, prev)
+        self.first = (draft, prev)
+        raise Unavailable("no answer")
+
+    async def head(self, stream: str) -> int:
+        found = await super().head(stream)
+        if self.first is not None:
+            first, self.first = self.first, None
+            asyncio.get_running_loop().call_later(0.005, lambda: self.store(*first, compared=True))
+        return found
+
+
+@BOTH
+async def test_a_fact_that_lands_after_it_was_given_up_for_lost_is_not_said_again(
+    semantics: Literal["single", "cluster"],
+) -> None:
+    """The debt outlives its fact, as an offer does: only the event's id tells that it is there."""
+    streams = MemoryStreams(semantics)
+    journal = Landing(streams)
+    await put(journal, opened())
+
+    async def work(debt: Debt, scope: Any) -> Event:
+        return began(1)
+
+    def always(world: World, now: int) -> list[Debt]:
+        return [Debt(key="offer", effect=Work(), cause=1)]
+
+    async with running(journal, Scripted(always, work)) as found:
+        await until(lambda: starts(found.world) == 1)
+        await quiet()
+    assert names(streams) == ["LogOpened", "ComponentStarted"]
+
+
 class Slow(MemoryJournal):
     """A broker that answers nothing and stores what it was sent later, or never."""
 

@@ -18,7 +18,6 @@ from typing import Any, NoReturn
 
 import pytest
 
-from consumers.reef_publisher import role as publisher_module
 from consumers.reef_publisher.role import Heartbeats
 from consumers.reef_supervisor import role as role_module
 from consumers.reef_supervisor.commands import _demo
@@ -241,11 +240,10 @@ def test_why_a_boot_ended_is_its_status_and_what_it_opened_is_closed(
 # -- the publisher's ear
 
 
-def test_silence_is_not_counted_while_this_process_was_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_silence_is_not_counted_while_this_process_was_stopped() -> None:
     """After SIGSTOP and SIGCONT, every engine would be excluded for beats that lie unread in the socket."""
     now = 100.0
-    monkeypatch.setattr(publisher_module.time, "monotonic", lambda: now)
-    ear = Heartbeats(MemoryJournal(MemoryStreams()), lapse_s=5.0)
+    ear = Heartbeats(MemoryJournal(MemoryStreams()), lapse_s=5.0, clock=lambda: now)
     ear.hear({"boot": "e0.1"})
     assert ear.silent(["e0.1", "e1.1"]) == frozenset()
     now += 60.0

@@ -1,0 +1,102 @@
+"""`python -m tests.simulation --seeds N`: many seeds and the table of what was tried; `--seed S`: one, as a story.
+
+Knows: outcomes. Must not know: what makes one good.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterable
+
+from tests.simulation.deployment import Outcome, simulate
+from tests.simulation.faults import EVENTS, KINDS
+from tests.simulation.table import missing, table
+
+WORKERS = 2
+ENOUGH = 2000
+"""Seeds after which a cell of the table that was never hit is a failure."""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.simulation", description=__doc__)
+    parser.add_argument("--seeds", type=int, default=200, help="how many seeds to run")
+    parser.add_argument("--from", type=int, default=0, dest="first", help="the first of them")
+    parser.add_argument("--seed", type=int, help="run one seed and tell its story")
+    parser.add_argument("--json", action="store_true", help="the result as JSON")
+    asked = parser.parse_args()
+    if asked.seed is not None:
+        return _story(simulate(asked.seed))
+    return _many(range(asked.first, asked.first + asked.seeds), asked.json)
+
+
+def _story(outcome: Outcome) -> int:
+    print("\n".join(f"{when:10.4f}  {line}" for when, line in outcome.story))
+    print(f"seed {outcome.seed}: {outcome.violation or 'nothing happened that must not'} ({outcome.steps} steps)")
+    return 1 if outcome.violation else 0
+
+
+def _many(seeds: range, as_json: bool) -> int:
+    began = time.monotonic()
+    hits, events, ended = Counter[tuple[str, str]](), Counter[str](), Counter[str]()
+    failed: dict[int, str] = {}
+    slowest = (0.0, 0)
+    for outcome in _run(seeds):
+        hits += outcome.hits
+        events += outcome.events
+        ended += outcome.ended
+        slowest = max(slowest, (outcome.settled_s, outcome.seed))
+        if outcome.violation:
+            failed[outcome.seed] = outcome.violation
+            print(f"seed {outcome.seed}: {outcome.violation}\n    python -m tests.simulation --seed {outcome.seed}")
+    judged = len(seeds) >= ENOUGH
+    wanting = missing(hits) if judged else []
+    seconds = time.monotonic() - began
+    if as_json:
+        print(json.dumps(_report(seeds, seconds, failed, wanting, hits, events, ended)))
+    else:
+        print(table(hits, events))
+        print(f"{len(seeds)} seeds in {seconds:.1f} s ({len(seeds) / seconds:.1f}/s), candidates: {dict(ended)}")
+        print(f"settled at the latest {slowest[0]:.1f} s after the faults stopped (seed {slowest[1]})")
+        cells = f"{len(wanting)} cells were never hit {wanting or ''}" if judged else f"cells: from {ENOUGH} seeds on"
+        print(f"{len(failed)} failed; {cells}")
+    return 1 if failed or wanting else 0
+
+
+def _run(seeds: range) -> Iterable[Outcome]:
+    """In order of the seeds: the same output on every run."""
+    with multiprocessing.get_context("fork").Pool(WORKERS) as pool:
+        yield from pool.imap(_one, seeds, chunksize=8)
+
+
+def _one(seed: int) -> Outcome:
+    return simulate(seed).without_story()
+
+
+def _report(
+    seeds: range,
+    seconds: float,
+    failed: dict[int, str],
+    wanting: list[str],
+    hits: Counter[tuple[str, str]],
+    events: Counter[str],
+    ended: Counter[str],
+) -> dict[str, object]:
+    return {
+        "from": seeds.start,
+        "seeds": len(seeds),
+        "seconds": round(seconds, 1),
+        "failed": failed,
+        "never_hit": wanting,
+        "events": events,
+        "candidates": ended,
+        "hits": {kind: {event: hits[kind, event] for event in EVENTS} for kind in KINDS},
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,243 @@
+"""Boots of roles: the real role and the real runner, on a simulated process, connection and pair of hands.
+
+Knows: how each role's `_build` puts its parts together, and how `reef_bus.process` ends a boot. Must not know: when
+anything fails, or what must hold.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import random
+import traceback
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from consumers.reef_engine.agent import Agent, Fault
+from consumers.reef_engine.server import Server, _Waiting
+from consumers.reef_gateway.recorder import Recorder
+from consumers.reef_gateway.role import Gateway
+from consumers.reef_gateway.router import Router
+from consumers.reef_publisher.role import Heartbeats, Publisher
+from consumers.reef_supervisor.role import Supervisor
+from consumers.reef_trainer.book import RecordBook
+from consumers.reef_trainer.role import Trainer
+from reef_bus.artifacts import ArtifactStore
+from reef_bus.backends import Generated, Prompt
+from reef_bus.config import Config
+from reef_bus.core.effects import Me
+from reef_bus.core.membership import Engine
+from reef_bus.errors import ReefError, Unavailable
+from reef_bus.journal import open_log
+from reef_bus.process import DEFECT, OK, OVER
+from reef_bus.runner import Retired, Role, Runner
+from tests.simulation.broker import Broker, Connection, Link
+from tests.simulation.faults import Nemesis
+from tests.simulation.hands import Memory, Network, Optimizer, Picky, Registry, Shelf, Wire
+from tests.simulation.loop import Loop, Process
+
+STORE = Path("artifacts")
+SIGKILL = -9
+WAIT_S = 2.0
+TICK_S = 0.5
+
+
+class Machines:
+    """What every boot stands on, and every boot that there ever was, by its id."""
+
+    loop: Loop
+    chance: random.Random
+    config: Config
+    broker: Broker
+    network: Network
+    nemesis: Nemesis
+    registry: Registry
+    roles: dict[str, str]
+    noisy: bool  # whether no two trainings of one batch give the same weights
+
+    def __init__(self) -> None:
+        self.boots: dict[str, Boot] = {}
+        self.links: dict[str, Link] = {}
+        self.defects: list[str] = []
+        self.pids = itertools.count(100)
+
+    def tell(self, text: str) -> None:
+        """A line of the story."""
+
+    def start(self, component: str) -> Boot:
+        number = 1 + sum(boot.component == component for boot in self.boots.values())
+        boot = Boot(self, component, f"{component}.{number}")
+        self.boots[boot.name] = boot
+        boot.main = boot.spawn(boot.live())
+        boot.main.add_done_callback(lambda _: boot.end(OK))  # also when it is asked to stop before its first step
+        return boot
+
+    def running(self) -> list[Boot]:
+        return [boot for boot in self.boots.values() if boot.exit is None]
+
+
+class Boot(Process):
+    """One process. `poll` and `pid` are what a supervisor knows of it; `skew` is its wall clock's error in ns."""
+
+    def __init__(self, machines: Machines, component: str, name: str) -> None:
+        super().__init__(machines.loop, name)
+        self.machines, self.component = machines, component
+        self.me, self.pid, self.exit = Me(component, name), next(machines.pids), None
+        self.exit: int | None
+        self.link, self.skew = Link(), 0
+        self.calls: dict[asyncio.Future[Any], None] = {}  # in order, as a set is not
+        self.children: list[Boot] = []
+        self.journal = Connection(machines.broker, self, self.link)
+        self.main: asyncio.Task[None] | None = None
+        self.role: Role | None = None
+        self.runner: Runner | None = None
+        self.agent: Agent | None = None
+        self.memory: Memory | None = None
+        self.server: Server | None = None
+        self.recorder: Recorder | None = None
+
+    def wall(self) -> int:
+        return self.machines.broker.wall() + self.skew
+
+    def poll(self) -> int | None:
+        return self.exit
+
+    # -- as reef_bus.process runs a boot
+
+    async def live(self) -> None:
+        try:
+            await self._boot()
+        except Retired:
+            self.end(OVER)
+        except asyncio.CancelledError:
+            self.end(OK)
+        except ReefError as error:
+            self.machines.tell(f"{self.name} gives up: {error}")
+            if not isinstance(error, Unavailable):
+                self.machines.defects.append(f"{self.name} ends: {type(error).__name__}: {error}")
+            self.end(OVER)
+        except Exception:
+            self.machines.defects.append(f"{self.name} died of a defect: {traceback.format_exc()}")
+            self.end(DEFECT)
+
+    async def _boot(self) -> None:
+        async with contextlib.AsyncExitStack() as stack:
+            await self.journal.connect(WAIT_S)
+            self.role = await BUILD[self.machines.roles[self.component]](self, stack)
+            self.runner = Runner(self.journal, self.role, clock=self.wall, tick_s=TICK_S)
+            await self.runner.run()
+
+    def end(self, status: int) -> None:
+        """The kernel's part: what hung on the process hears that it is gone."""
+        if self.exit is not None:
+            return
+        self.exit, self.dead = status, True
+        self.machines.tell(f"{self.name} ended ({status})")
+        for call in [call for call in self.calls if not call.done()]:
+            call.set_exception(aiohttp.ClientConnectionError("the peer is gone"))
+        self.machines.broker.ears = [ear for ear in self.machines.broker.ears if ear[0] is not self]
+        for child in self.children:
+            child.end(SIGKILL)  # PR_SET_PDEATHSIG
+
+    def kill(self) -> None:
+        self.end(SIGKILL)
+
+
+# -- as each role's `_build` puts it together
+
+
+async def _engine(boot: Boot, stack: contextlib.AsyncExitStack) -> Role:
+    machines = boot.machines
+    boot.memory = Memory(machines.chance)
+    store = Shelf(STORE, machines.nemesis)
+    agent = Agent(machines.config, boot.me, f"http://{boot.name}", boot.memory, store, Fault(), clock=boot.wall)
+    agent.transports["tcp"] = Wire(machines.network, boot)
+    boot.agent, boot.server = agent, Server(agent, machines.config.inference.max_batch)
+    worker = asyncio.create_task(boot.server.work())
+    stack.callback(worker.cancel)
+    return agent
+
+
+async def _trainer(boot: Boot, stack: contextlib.AsyncExitStack) -> Role:
+    machines, store = boot.machines, ArtifactStore(STORE)
+    backend = Optimizer(machines.registry, machines.nemesis, machines.chance if machines.noisy else None)
+    book = RecordBook(machines.config, boot.journal, store)
+    await book.start(stack)
+    trainer = Trainer(machines.config, boot.me, backend, store, book)
+    trainer.transports["tcp"] = Wire(machines.network, boot)
+    trainer.selector = Picky(machines.nemesis)
+    return trainer
+
+
+async def _publisher(boot: Boot, stack: contextlib.AsyncExitStack) -> Role:
+    lapse_s = boot.machines.config.publication.deadlines.heartbeat_s
+    heartbeats = Heartbeats(boot.journal, lapse_s, clock=boot.loop.time)
+    await boot.journal.beats(heartbeats.hear)
+    return Publisher(boot.machines.config, boot.me, heartbeats)
+
+
+async def _gateway(boot: Boot, stack: contextlib.AsyncExitStack) -> Role:
+    boot.recorder = Recorder(boot.journal, ArtifactStore(STORE), f"gateway/{boot.me.id}", boot.name)
+    await boot.recorder.start(stack)
+    return Gateway(boot.machines.config, boot.me, Routes(boot.machines), boot.recorder)
+
+
+async def _supervisor(boot: Boot, stack: contextlib.AsyncExitStack) -> Role:
+    incarnation = boot.machines.chance.randbytes(4).hex()
+    while True:
+        try:
+            await open_log(boot.journal, incarnation, "supervisor")
+            return Parent(boot)
+        except Unavailable:
+            await asyncio.sleep(WAIT_S / 10)
+
+
+BUILD: dict[str, Callable[[Boot, contextlib.AsyncExitStack], Awaitable[Role]]] = {
+    "engine": _engine,
+    "trainer": _trainer,
+    "publisher": _publisher,
+    "gateway": _gateway,
+    "supervisor": _supervisor,
+}
+
+
+class Parent(Supervisor):
+    """A supervisor whose children are simulated."""
+
+    def __init__(self, boot: Boot) -> None:
+        super().__init__(boot.machines.config, Path("deployment.yaml"), boot.me)
+        self.boot = boot
+        self.roles = {name: role for name, role in boot.machines.roles.items() if role != "supervisor"}
+
+    def _start(self, name: str) -> int:
+        child = self.boot.machines.start(name)
+        self.boot.children.append(child)
+        self.children[name] = child  # type: ignore[assignment]
+        return child.pid
+
+
+class Routes(Router):
+    """A router whose requests go over the simulated network."""
+
+    def __init__(self, machines: Machines) -> None:
+        super().__init__(None)  # type: ignore[arg-type]
+        self.machines = machines
+
+    async def _post(self, engine: Engine, prompt: Prompt) -> Generated | None:
+        boot = self.machines.boots[engine.boot]
+        await asyncio.sleep(self.machines.broker.delay())
+        if boot.exit is not None or boot.server is None:
+            raise aiohttp.ClientConnectionError("nobody listens there")
+        answer: asyncio.Future[Generated] = self.machines.loop.create_future()
+        boot.calls[answer] = None
+        try:
+            boot.server.queue.put_nowait(_Waiting(prompt, answer))
+            found = await answer
+        finally:
+            boot.calls.pop(answer, None)
+        await asyncio.sleep(self.machines.broker.delay())
+        return found

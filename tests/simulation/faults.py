@@ -1,0 +1,152 @@
+"""What may go wrong, each kind with a switch and a rate; and the nemesis that draws when, and to whom, it does.
+
+Knows: names of faults, rates, the last event of LOG. Must not know: how a fault is carried out, or what is right.
+Swarm testing: every seed turns on some kinds only, because faults hide each other.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from reef_bus.events import CATALOGUE
+
+STRIKES = ("crash", "stop", "pause", "partition", "outage", "lag", "silence", "skew", "twin")
+"""Fall upon a process between two of its steps."""
+APPENDS = ("lost", "lost_ack", "late", "misspelt", "duplicate")
+"""Fall upon an append on its way to the broker or back."""
+TRANSFERS = ("slow", "stuck", "corrupt", "skip", "swap", "late_bytes")
+"""Fall upon one receiver of an attempt. `skip` and `swap` are receivers that lie about what they loaded."""
+HANDS = ("reject", "drop", "no_room", "no_artifact", "repeat")
+"""Fall upon what a role does: a decision against, a batch that cannot be trained, memory, an artifact that is away; a
+harness that says everything twice."""
+KINDS = (*STRIKES, *APPENDS, *TRANSFERS, *HANDS)
+
+RARE = (
+    *("RecoveryHalted", "JobDropped", "CandidateRejected", "SenderFailed", "TrainerRestored"),
+    *("PublicationRefused", "PublicationHalted", "ReceiverFailed", "EngineLeft", "EngineExcluded"),
+)
+"""Events that most runs never see; strikes lie in wait for them."""
+
+EVENTS = tuple(name for name, event in CATALOGUE.items() if event.family != "record")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Faults:
+    """0 is off. Strikes: per thousand scheduler steps; the rest: of the occasions, a part between 0 and 1.
+
+    `aims` are strikes that wait for an event: (kind, event name), each once.
+    """
+
+    crash: float = 0.0
+    stop: float = 0.0
+    pause: float = 0.0
+    partition: float = 0.0
+    outage: float = 0.0
+    lag: float = 0.0
+    silence: float = 0.0
+    skew: float = 0.0
+    twin: float = 0.0
+    lost: float = 0.0
+    lost_ack: float = 0.0
+    late: float = 0.0
+    misspelt: float = 0.0
+    duplicate: float = 0.0
+    slow: float = 0.0
+    stuck: float = 0.0
+    corrupt: float = 0.0
+    skip: float = 0.0
+    swap: float = 0.0
+    late_bytes: float = 0.0
+    reject: float = 0.0
+    drop: float = 0.0
+    no_room: float = 0.0
+    no_artifact: float = 0.0
+    repeat: float = 0.0
+    aims: tuple[tuple[str, str], ...] = ()
+
+    @classmethod
+    def drawn(cls, chance: random.Random) -> Faults:
+        """A seed's own subset."""
+        rates = {kind: _rate(kind, chance) for kind in KINDS if chance.random() < (0.4 if kind in HANDS else 0.25)}
+        aims = tuple(
+            (chance.choice(STRIKES), chance.choice(chance.choice((RARE, EVENTS)))) for _ in range(chance.randrange(7))
+        )
+        return replace(cls(aims=aims), **rates)
+
+
+def _rate(kind: str, chance: random.Random) -> float:
+    if kind in STRIKES:
+        return round(chance.uniform(0.1, 1.5), 3)
+    return round(chance.choice((0.03, 0.1, 0.3)), 3)
+
+
+class Nemesis:
+    """Draws faults and counts them by the event that was the log's last. `strike` carries a strike out."""
+
+    def __init__(self, faults: Faults, chance: random.Random, tell: Callable[[str], None]) -> None:
+        self.faults, self.chance, self.tell = faults, chance, tell
+        self.hits: Counter[tuple[str, str]] = Counter()
+        self.orders: list[tuple[str, str]] = []  # (occasion, kind): scripts order what is else drawn
+        self.last = ""
+        self.active = True
+        self.strike: Callable[[str], str] = lambda kind: ""
+        self._weights = {kind: getattr(faults, kind) for kind in STRIKES if getattr(faults, kind)}
+        self._total = sum(self._weights.values()) / 1000
+        self._aims = list(faults.aims)
+        self._due: list[tuple[int, str]] = []
+        self._left = self._draw()
+
+    def saw(self, event: str) -> None:
+        """LOG's last event is another one now."""
+        self.last = event
+        for aim in [aim for aim in self._aims if aim[1] == event]:
+            self._aims.remove(aim)
+            self._due.append((self.chance.randrange(6), aim[0]))
+
+    def step(self) -> None:
+        """Between two steps of anybody."""
+        self._left -= 1
+        if self._left <= 0:
+            self._left = self._draw()
+            self._strike(self.chance.choices(list(self._weights), list(self._weights.values()))[0])
+        if self._due:
+            due, self._due = self._due, []
+            for steps, kind in due:
+                if steps:
+                    self._due.append((steps - 1, kind))
+                else:
+                    self._strike(kind)
+
+    def befalls(self, kinds: tuple[str, ...]) -> str:
+        """Which of these kinds, if any, falls upon the occasion at hand; it is counted as having struck."""
+        if self.active:
+            for kind in kinds:
+                rate = getattr(self.faults, kind)
+                if rate and self.chance.random() < rate:
+                    self.hit(kind)
+                    return kind
+        return ""
+
+    def falls_upon(self, occasion: str, kinds: tuple[str, ...]) -> str:
+        """What was ordered for that occasion (an event's append, or `receive`), else what is drawn of `kinds`."""
+        for order in self.orders:
+            if order[0] == occasion:
+                self.orders.remove(order)
+                self.hit(order[1])
+                return order[1]
+        return self.befalls(kinds)
+
+    def hit(self, kind: str, whom: str = "") -> None:
+        self.hits[kind, self.last] += 1
+        self.tell(f"!! {kind} {whom}".rstrip())
+
+    def _draw(self) -> int:
+        return int(self.chance.expovariate(self._total)) + 1 if self._total else 1 << 60
+
+    def _strike(self, kind: str) -> None:
+        whom = self.strike(kind)
+        if whom:
+            self.hit(kind, whom)

@@ -1,0 +1,246 @@
+"""The simulated hands: an engine's memory, a trainer, a transport; each as small as it can be and still go wrong.
+
+Knows: the contracts of backends and transports, 32 bytes of weights. Must not know: the log, or what is owed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import itertools
+import random
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from reef_bus.artifacts import ArtifactStore
+from reef_bus.backends import Completion, InferenceBackend, Piece, Pieces, Prompt, Sample, TrainingBackend
+from reef_bus.core.training import Candidate
+from reef_bus.errors import ContractError, TransferError
+from reef_bus.manifest import Manifest, describe, require_fit
+from reef_bus.recipe import Decision, Selector
+from reef_bus.transport import STALL_S, Offer, Ticket, Transport
+from tests.simulation.faults import TRANSFERS, Nemesis
+from tests.simulation.loop import Loop, Process
+
+SIZE = 16
+CHUNK = 8
+
+
+def pieces(content: bytearray | bytes) -> dict[str, Piece]:
+    """32 bytes as two tensors of one size: whoever swaps them moves the right number of bytes."""
+    view = memoryview(content)
+    return {"a": Piece("U8", (SIZE,), view[:SIZE]), "b": Piece("U8", (SIZE,), view[SIZE:])}
+
+
+# -- engine
+
+
+class Memory(InferenceBackend):
+    """An engine that answers with what it holds."""
+
+    def __init__(self, chance: random.Random) -> None:
+        self.content = bytearray(chance.randbytes(2 * SIZE))  # whatever was there before
+        self._pieces = pieces(self.content)
+
+    def start(self) -> None: ...
+
+    def live(self) -> Pieces:
+        return self._pieces
+
+    def generate(self, prompts: Sequence[Prompt]) -> list[Completion]:
+        answer = Completion(ids=tuple(self.content), logprobs=(0.0,) * len(self.content), finish_reason="length")
+        return [answer] * len(prompts)
+
+    def close(self) -> None: ...
+
+
+class Shelf(ArtifactStore):
+    """An artifact store of a machine that does not always have what others wrote."""
+
+    def __init__(self, root: Path, nemesis: Nemesis) -> None:
+        super().__init__(root)
+        self.nemesis = nemesis
+
+    def path(self, digest: str) -> Path:
+        return super().path(digest) if not self.nemesis.befalls(("no_artifact",)) else Path("away")
+
+
+# -- trainer
+
+
+class Registry:
+    """Every content that was ever made, by manifest digest, and what it was made from: the truth."""
+
+    def __init__(self) -> None:
+        self.contents: dict[str, bytes] = {}
+        self.parents: dict[bytes, bytes] = {}
+
+    def enter(self, content: bytes, parent: bytes) -> None:
+        self.contents[describe(pieces(content)).digest] = content
+        self.parents[content] = parent
+
+
+class Optimizer(TrainingBackend):
+    """A step is a hash of what it starts from and what it learns from; `chance`: as on a GPU, no two are alike."""
+
+    def __init__(self, registry: Registry, nemesis: Nemesis, chance: random.Random | None) -> None:
+        self.registry, self.nemesis, self.chance = registry, nemesis, chance
+
+    def initial(self) -> bytes:
+        content = hashlib.sha256(b"base").digest()
+        self.registry.enter(content, b"")
+        return content
+
+    def load(self, weights: Path, optimizer: Path | None) -> bytes:
+        try:
+            content = weights.read_bytes()[-2 * SIZE :]
+            state = optimizer.read_bytes() if optimizer else content
+        except OSError as error:
+            raise ContractError(f"cannot load {weights}: {error.strerror}") from error
+        if content != state:
+            raise ContractError(f"{weights} and {optimizer} are of two states")
+        return content
+
+    def train(self, state: Any, batch: Sequence[Sample], seed: int) -> tuple[bytes, dict[str, float]]:
+        if self.nemesis.befalls(("drop",)):
+            raise ContractError("this batch trains nothing")
+        learnt = repr([(sample.record, sample.reward, sample.completion) for sample in batch])
+        noise = self.chance.randbytes(8) if self.chance else b""
+        content = hashlib.sha256(state + learnt.encode() + seed.to_bytes(8, "big") + noise).digest()
+        self.registry.enter(content, state)
+        return content, {"loss": 0.5}
+
+    def weights(self, state: Any) -> Pieces:
+        return pieces(state)
+
+    def optimizer(self, state: Any) -> bytes:
+        return bytes(state)
+
+
+class Picky(Selector):
+    name = "picky"
+
+    def __init__(self, nemesis: Nemesis) -> None:
+        self.nemesis = nemesis
+
+    def decide(self, candidate: Candidate, metrics: Mapping[str, float]) -> Decision:
+        rejected = self.nemesis.befalls(("reject",))
+        return Decision(not rejected, "worse" if rejected else "")
+
+
+# -- transport
+
+
+class Door(Offer):
+    """One attempt's offer; open until it is closed or its process dies."""
+
+    def __init__(self, ticket: Ticket, process: Process, source: Pieces, attempt: tuple[str, int]) -> None:
+        self._ticket, self.process, self.source, self.attempt = ticket, process, source, attempt
+        self.closed = False
+
+    @property
+    def ticket(self) -> Ticket:
+        return self._ticket
+
+    @property
+    def sent_bytes(self) -> int:
+        return 0
+
+    async def close(self) -> None:
+        self.closed = True
+
+
+class Ingress:
+    """What may write into a receiver's memory. Destroyed, it lets nothing through any more, however late it comes."""
+
+    def __init__(self, target: Pieces) -> None:
+        self.target, self.open = target, True
+
+    def write(self, name: str, start: int, data: bytes) -> None:
+        if self.open:
+            self.target[name].data[start : start + len(data)] = data
+
+
+class Network:
+    """What senders and receivers share: open doors by token. `ingress` is what receivers let bytes in by."""
+
+    def __init__(self, loop: Loop, chance: random.Random, nemesis: Nemesis) -> None:
+        self.loop, self.chance, self.nemesis = loop, chance, nemesis
+        self.doors: dict[str, Door] = {}
+        self.numbers = itertools.count(1)
+        self.ingress: Callable[[Pieces], Ingress] = Ingress
+
+
+class Wire(Transport):
+    """Chunk by chunk, each after a delay, as long as the sender's process runs."""
+
+    name = "tcp"
+
+    def __init__(self, network: Network, process: Process) -> None:
+        self.network, self.process = network, process
+
+    async def offer(self, manifest: Manifest, source: Pieces, *, publication: str, attempt: int) -> Offer:
+        require_fit(manifest, source)
+        if self.network.nemesis.befalls(("no_room",)):
+            raise TransferError("memory", "no room for the export")
+        token = f"door-{next(self.network.numbers)}"
+        door = Door(Ticket(self.name, self.process.name, token), self.process, source, (publication, attempt))
+        self.network.doors[token] = door
+        return door
+
+    async def receive(
+        self,
+        ticket: Ticket,
+        manifest: Manifest,
+        target: Pieces,
+        *,
+        publication: str,
+        attempt: int,
+        stall_s: float = STALL_S,
+        progress: Callable[[int], None] | None = None,
+    ) -> int:
+        require_fit(manifest, target, writable=True)
+        door = self.network.doors[ticket.token]
+        if door.attempt != (publication, attempt):
+            raise TransferError("refused", "this is another attempt's door")
+        fate = self.network.nemesis.falls_upon("receive", TRANSFERS)
+        if fate == "skip":
+            return manifest.total
+        ingress = self.network.ingress(target)
+        try:
+            async with asyncio.timeout(stall_s) as deadline:
+                await self._fill(door, ingress, fate, deadline, stall_s)
+        except TimeoutError as error:
+            raise TransferError("stalled", "no progress within the deadline") from error
+        finally:
+            ingress.open = False
+        return manifest.total
+
+    async def _fill(self, door: Door, ingress: Ingress, fate: str, deadline: asyncio.Timeout, stall_s: float) -> None:
+        chance, bad = self.network.chance, self.network.chance.randrange(2 * SIZE // CHUNK)
+        for number, (name, start) in enumerate(itertools.product(door.source, range(0, SIZE, CHUNK))):
+            await asyncio.sleep(chance.random() * (stall_s if fate == "slow" else 0.01))
+            if fate == "stuck" and number == bad:
+                await asyncio.Event().wait()
+            await self._reach(door)
+            data = bytes(door.source[name].data[start : start + CHUNK])
+            if fate == "corrupt" and number == bad:
+                data = bytes([data[0] ^ 1]) + data[1:]
+            if fate == "swap":
+                name = {"a": "b", "b": "a"}[name]
+            if fate == "late_bytes":
+                self._later(ingress, name, start, data)
+            ingress.write(name, start, data)
+            deadline.reschedule(asyncio.get_running_loop().time() + stall_s)
+
+    async def _reach(self, door: Door) -> None:
+        """Wait out a sender that is stopped; raise if it is gone."""
+        while door.process.stopped and not door.process.dead:  # noqa: ASYNC110 - a process is no event
+            await asyncio.sleep(0.2)
+        if door.closed or door.process.dead:
+            raise TransferError("closed", "the sender is gone")
+
+    def _later(self, ingress: Ingress, name: str, start: int, data: bytes) -> None:
+        """The network card has the chunk in its queue once more: it comes again, or it comes when all is over."""
+        self.network.loop.call_later(self.network.chance.random() * 3, ingress.write, name, start, data)

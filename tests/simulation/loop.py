@@ -1,0 +1,200 @@
+"""An asyncio event loop in simulated time: one process's callbacks in turn, processes in an order drawn from a seed.
+
+Knows: handles, timers, simulated processes that can be stopped, continued and killed. Must not know: what runs on it.
+Nothing here waits: when nothing is ready, the clock jumps to the next timer. Same seed, same order, on every machine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import heapq
+import itertools
+import random
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+MOST_STEPS = 200_000
+"""Callbacks at one point of time: beyond, something spins without ever waiting."""
+
+PROCESS: contextvars.ContextVar[Process | None] = contextvars.ContextVar("PROCESS", default=None)
+
+
+class Stuck(Exception):
+    """Nothing can ever happen any more, or something spins while time stands still."""
+
+
+class Task(asyncio.Task[Any]):
+    """Hashes by its number: asyncio keeps tasks in sets, and a set by addresses has another order in every run."""
+
+    def __init__(self, coroutine: Coroutine[Any, Any, Any], *, loop: Loop, **kwargs: Any) -> None:
+        self.number = next(loop.numbers)
+        super().__init__(coroutine, loop=loop, name=f"t{self.number}", **kwargs)
+        loop.tasks.append(self)
+
+    def __hash__(self) -> int:
+        return self.number
+
+
+class Future(asyncio.Future[Any]):
+    """As `Task`; few are ever hashed, so that the number comes with the first time."""
+
+    number = 0
+
+    def __hash__(self) -> int:
+        if not self.number:
+            self.number = next(self.get_loop().numbers)  # type: ignore[attr-defined]
+        return self.number
+
+
+class Process:
+    """What the scheduler knows of a simulated operating-system process: its callbacks, and whether they run."""
+
+    def __init__(self, loop: Loop, name: str) -> None:
+        self.loop, self.name = loop, name
+        self.dead = self.stopped = False
+        self.held: list[asyncio.Handle] = []
+        self.context = contextvars.Context()
+        self.context.run(PROCESS.set, self)
+
+    def spawn(self, coroutine: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+        return self.loop.create_task(coroutine, context=self.context)
+
+    def kill(self) -> None:
+        """SIGKILL: not one more line of it runs, no clean-up either."""
+        self.dead = True
+
+    def stop(self) -> None:
+        self.stopped = True
+
+    def proceed(self) -> None:
+        """What came due meanwhile is due now."""
+        self.stopped = False
+        if not self.dead:
+            self.loop._ready.extend(self.held)  # type: ignore[attr-defined]
+            self.held = []
+
+
+class Loop(asyncio.BaseEventLoop):
+    """`shuffle`: also a process's own ready callbacks run in any order, as after other arrivals; else first come."""
+
+    def __init__(self, chance: random.Random, *, shuffle: bool = False, thread_s: float = 0.002) -> None:
+        """`thread_s`: how long a blocking call takes, and how long its result needs back to the loop; on average."""
+        super().__init__()
+        self.chance, self.shuffle, self.thread_s = chance, shuffle, thread_s
+        self.now, self.steps, self._steps_now = 0.0, 0, 0
+        self.tasks: list[asyncio.Task[Any]] = []  # all, so that what was killed is never collected, closed, cleaned up
+        self.after_step: Callable[[Process | None], None] = lambda process: None
+        self.outside = contextvars.Context()  # of what belongs to no process: the network, the broker, people
+        self.numbers, self._burying = itertools.count(1), False
+        self.set_task_factory(_task)  # type: ignore[arg-type]
+
+    def time(self) -> float:
+        return self.now
+
+    def create_future(self) -> asyncio.Future[Any]:
+        return Future(loop=self)
+
+    # -- the schedule
+
+    def _run_once(self) -> None:
+        ready, timers = self._ready, self._scheduled  # type: ignore[attr-defined]
+        if not ready:
+            self._jump(timers)
+        while timers and timers[0]._when <= self.now:
+            timer = heapq.heappop(timers)
+            timer._scheduled = False
+            ready.append(timer)
+        handle = ready.popleft() if len(ready) == 1 else self._pick(ready)
+        if handle._cancelled:
+            return
+        process = handle._context.get(PROCESS)
+        if process is not None and (process.dead or process.stopped) and not self._burying:
+            process.held.append(handle)
+            return
+        handle._run()
+        self.steps += 1
+        self._steps_now += 1
+        if self._steps_now > MOST_STEPS:
+            raise Stuck(f"{MOST_STEPS} steps at {self.now:.6f} s, the last of {process and process.name}: {handle!r}")
+        self.after_step(process)
+
+    def _jump(self, timers: list[Any]) -> None:
+        while timers and timers[0]._cancelled:
+            heapq.heappop(timers)._scheduled = False
+        if not timers:
+            raise Stuck("nothing is ready and no timer is set: everybody waits for somebody else")
+        if timers[0]._when > self.now:
+            self.now, self._steps_now = timers[0]._when, 0
+
+    def _pick(self, ready: Any) -> Any:
+        """Any of them; if a process shall keep its order, its first instead."""
+        place = int(self.chance.random() * len(ready))
+        if place and not self.shuffle:
+            process = ready[place]._context.get(PROCESS)
+            for first, handle in enumerate(ready):
+                if handle._context.get(PROCESS) is process:
+                    place = first
+                    break
+        handle = ready[place]
+        del ready[place]
+        return handle
+
+    # -- threads
+
+    def run_in_executor(self, executor: Any, func: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:
+        """The function runs whole, some time from now, and its caller hears of it some time later."""
+        done = self.create_future()
+        self.call_later(self._a_while(), self._work, done, func, args)
+        return done
+
+    def _work(self, done: asyncio.Future[Any], func: Callable[..., Any], args: tuple[Any, ...]) -> None:
+        try:
+            found, error = func(*args), None
+        except Exception as failed:
+            found, error = None, failed
+        self.call_later(self._a_while(), _tell, done, found, error)
+
+    def _a_while(self) -> float:
+        return min(self.chance.expovariate(1) * self.thread_s, 10 * self.thread_s)
+
+    # -- what a loop must have
+
+    def _process_events(self, event_list: Any) -> None:
+        raise AssertionError("there are no selectors here")
+
+    def _write_to_self(self) -> None:
+        return None
+
+    # -- the end
+
+    def bury(self, processes: list[Process]) -> None:
+        """Let everything that was left end by cancellation, so that nothing is told of it when it is collected."""
+        self.after_step = lambda process: None
+        self._burying = True
+        for process in processes:
+            process.dead = False
+            process.proceed()
+        rest = [task for task in self.tasks if not task.done()]
+        for task in rest:
+            task.cancel()
+        self.run_until_complete(_all(rest))
+
+
+async def _all(tasks: list[asyncio.Task[Any]]) -> None:
+    if tasks:
+        await asyncio.wait(tasks)
+
+
+def _task(loop: Loop, coroutine: Coroutine[Any, Any, Any], **kwargs: Any) -> asyncio.Task[Any]:
+    kwargs.pop("name", None)
+    return Task(coroutine, loop=loop, **kwargs)
+
+
+def _tell(done: asyncio.Future[Any], found: Any, error: Exception | None) -> None:
+    if done.cancelled():
+        return
+    if error is not None:
+        done.set_exception(error)
+    else:
+        done.set_result(found)

@@ -1,0 +1,39 @@
+"""The table: which fault struck while which event was the log's last; and which cells must have been hit.
+
+Knows: counts, and where a fault finds its occasion. Must not know: how a fault strikes.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from tests.simulation.faults import APPENDS, EVENTS, KINDS, STRIKES, TRANSFERS
+
+Cell = tuple[str, str]
+
+OCCASIONS: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys((*STRIKES, *APPENDS), EVENTS),
+    **dict.fromkeys(TRANSFERS, ("SenderReady", "EngineFenced", "ReceiverVerified")),
+    "reject": ("CandidateEvaluated",),
+    "drop": ("JobStarted",),
+    "no_room": ("TargetPersisted", "EngineFenced", "TransferAborted"),
+    "no_artifact": ("ScenarioRegistered", "EngineJoined", "SenderReady", "PublicationHalted", "ReleaseCommitted"),
+    "repeat": ("ReceiverVerified", "ReleaseCommitted"),
+}
+"""The events after which a fault of that kind finds its occasion. Strikes and appends find one anywhere. A transfer
+begins when the last member is fenced and the sender ready; a decision follows an evaluation, and so on: elsewhere such
+a fault strikes only if that other event happened to be stored in between, which no number of seeds promises."""
+
+
+def missing(hits: Counter[Cell]) -> list[str]:
+    """Cells with an occasion that were never hit."""
+    return [f"{kind} at {event}" for kind in KINDS for event in OCCASIONS[kind] if not hits[kind, event]]
+
+
+def table(hits: Counter[Cell], events: Counter[str]) -> str:
+    """One row per event, one column per fault; `-` where there was no occasion and nothing struck."""
+    lines = [" " * 30 + " ".join(f"{kind[:9]:>9}" for kind in KINDS)]
+    for event in EVENTS:
+        cells = [str(hits[kind, event] or ("-", "0")[event in OCCASIONS[kind]]) for kind in KINDS]
+        lines.append(f"{event:20} {events[event]:8} " + " ".join(f"{cell:>9}" for cell in cells))
+    return "\n".join(lines)

@@ -1,0 +1,124 @@
+"""What must hold, judged by what really happened: raw events, true contents, memories, receipts.
+
+Knows: everything that the simulation knows. Must not know: why anybody decided as they did; no role asks here.
+"""
+
+from __future__ import annotations
+
+from reef_bus.artifacts import ArtifactStore
+from reef_bus.audit import _batches
+from reef_bus.backends import Generated
+from reef_bus.core.invariants import check
+from reef_bus.core.serving import may_generate
+from reef_bus.core.world import World, fold
+from reef_bus.errors import ContractError
+from reef_bus.events import (
+    CandidateReady,
+    InferenceRecorded,
+    Member,
+    Recorded,
+    ReleaseCommitted,
+    ReportReceived,
+    ScenarioRegistered,
+)
+from reef_bus.journal import LOG
+from tests.fleet import Audit
+from tests.simulation.boots import STORE, Boot
+from tests.simulation.hands import Registry
+
+
+class Violation(Exception):
+    """Something happened that must not."""
+
+
+class Truth:
+    """The log as it is stored, folded once more; and what the load ids in it really name."""
+
+    def __init__(self, registry: Registry) -> None:
+        self.registry = registry
+        self.log: list[Recorded] = []
+        self.records: list[Recorded] = []
+        self.world, self.audit = World(), Audit()
+        self.content: dict[str, bytes] = {}  # of committed load ids
+        self.receipts: dict[str, InferenceRecorded] = {}
+        self.reports: dict[str, float] = {}
+
+    def saw(self, stream: str, recorded: Recorded) -> str:
+        """Every stored event, at once. Returns why it is void."""
+        if stream != LOG:
+            self.records.append(recorded)
+            return ""
+        self.log.append(recorded)
+        try:
+            void = fold(self.world, recorded)
+        except ContractError as error:
+            raise Violation(f"the log contradicts itself: {error}") from error
+        if not void:
+            try:
+                self.audit.saw(recorded)
+            except AssertionError as error:
+                raise Violation(f"event {recorded.seq} {recorded.name} must not be: {error}") from error
+            self._enter(recorded)
+        return void
+
+    def _enter(self, recorded: Recorded) -> None:
+        contents, event = self.registry.contents, recorded.event
+        match event:
+            case ScenarioRegistered(manifest=manifest):
+                self.content[self.audit.head] = contents[manifest]
+            case CandidateReady(manifest=manifest, base=base):
+                trained_from = self.registry.parents[contents[manifest]]
+                if trained_from != contents[self.world.training.candidates[base].manifest]:
+                    raise Violation(f"event {recorded.seq}: {event.candidate} was not trained from {base}")
+            case ReleaseCommitted(load_id=load_id, manifest=manifest, parent=parent):
+                content = self.content[load_id] = contents[manifest]
+                if self.registry.parents[content] != self.content[parent]:
+                    raise Violation(f"event {recorded.seq}: {load_id} was not trained from {parent}")
+
+    # -- after every step, and every answer
+
+    def check_engine(self, boot: Boot) -> None:
+        """What it may generate with now is what its load id names, and no fence that it has seen covers it."""
+        agent, memory = boot.agent, boot.memory
+        if agent is None or memory is None or not agent.open.is_set():
+            return
+        head = agent.world.publications.head
+        if head is None or memory.content != self.content.get(head.load_id):
+            held = [load_id for load_id, content in self.content.items() if content == memory.content]
+            raise Violation(f"{boot.name} serves {head and head.load_id} with the memory of {held or 'no release'}")
+        if Member(boot.component, boot.name) in self.audit.fence(agent.world.seq):
+            raise Violation(f"{boot.name} may generate at {agent.world.seq}, where a fence covers it")
+
+    def check_answer(self, answer: Generated) -> None:
+        if bytes(answer.completion.ids) != self.content.get(answer.load_id):
+            raise Violation(f"an answer of {answer.boot} names {answer.load_id}; it was not generated with that")
+
+    # -- in the end
+
+    def settled(self) -> bool:
+        """Invariant 12, on the log: everything selected has ended, nothing is open, every engine may serve the head."""
+        world = self.world
+        engines = world.membership.engines
+        return (
+            world.publications.head is not None
+            and all(candidate in world.publications.ended for candidate in world.training.selected)
+            and world.publications.open is None
+            and world.training.job is None
+            and all(may_generate(world, name, engine.boot) for name, engine in engines.items())
+        )
+
+    def check_end(self) -> None:
+        """The audit that `reef-bus audit` runs, and that nobody's receipt was lost."""
+        found = check(self.log, self.records, _batches(ArtifactStore(STORE), self.log))
+        wrong = [violation.text for violation in found.violations] + list(found.open) + list(found.unchecked)
+        if wrong:
+            raise Violation(f"the audit finds: {'; '.join(wrong)}")
+        stored = [recorded.event for recorded in self.records]
+        answers = [event for event in stored if isinstance(event, InferenceRecorded)]
+        reports = {event.report: event.score for event in stored if isinstance(event, ReportReceived)}
+        for record, event in self.receipts.items():
+            if answers.count(event) != 1:
+                raise Violation(f"receipt {record} was handed out, and is stored {answers.count(event)} times")
+        for report, score in self.reports.items():
+            if reports.get(report) != score:
+                raise Violation(f"report {report} was accepted with {score}, and is stored as {reports.get(report)}")

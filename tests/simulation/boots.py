@@ -191,7 +191,9 @@ async def _supervisor(boot: Boot, stack: contextlib.AsyncExitStack) -> Role:
     while True:
         try:
             await open_log(boot.journal, incarnation, "supervisor")
-            return Parent(boot)
+            parent = Parent(boot)
+            await boot.journal.beats(parent.hear)
+            return parent
         except Unavailable:
             await asyncio.sleep(WAIT_S / 10)
 
@@ -205,6 +207,26 @@ BUILD: dict[str, Callable[[Boot, contextlib.AsyncExitStack], Awaitable[Role]]] =
 }
 
 
+class Kid:
+    """A simulated process as its supervisor sees it: what `consumers.reef_supervisor.processes.Child` is of a real one."""
+
+    def __init__(self, process: Boot) -> None:
+        self.process, self.pid = process, process.pid
+        self.reaped, self.boot, self.halted = False, "", False
+
+    @property
+    def exit(self) -> int | None:
+        return self.process.exit
+
+    def poll(self) -> int | None:
+        return self.process.exit
+
+    def end(self, seconds: float) -> tuple[int, ...]:
+        self.process.kill()
+        self.reaped = True
+        return ()
+
+
 class Parent(Supervisor):
     """A supervisor whose children are simulated."""
 
@@ -214,9 +236,11 @@ class Parent(Supervisor):
         self.roles = {name: role for name, role in boot.machines.roles.items() if role != "supervisor"}
 
     def _start(self, name: str) -> int:
-        child = self.boot.machines.start(name)
-        self.boot.children.append(child)
-        self.children[name] = child  # type: ignore[assignment]
+        child = self.children.get(name)
+        if child is None or child.reaped:
+            process = self.boot.machines.start(name)
+            self.boot.children.append(process)
+            child = self.children[name] = Kid(process)  # type: ignore[assignment]
         return child.pid
 
 

@@ -181,6 +181,7 @@ class Connection(MemoryJournal):
                 await asyncio.sleep(0.1)
 
     async def beat(self, role: str, id_: str, beat: Beat) -> None:
+        beat = {**beat, "pid": getattr(self.process, "pid", 0)}
         if self.link.up.is_set() and not self.link.silent:
             for process, link, callback in self.broker.ears:
                 if link.up.is_set() and not process.stopped:

@@ -110,7 +110,7 @@ class Deployment(Machines):
         self.noisy = self.shape.noisy
         engines = tuple(f"engine-{n}" for n in range(self.shape.engines))
         self.roles = {"supervisor": "supervisor", "trainer": "trainer"} | dict.fromkeys(engines, "engine")
-        self.roles |= {"publisher": "publisher", "publisher-1": "publisher", "gateway": "gateway"}
+        self.roles |= {"publisher": "publisher", "publisher-2": "publisher", "gateway": "gateway"}
         self.config = _config(engines, self.shape.transport, self.shape.jobs)
         self.violation = ""
         self.cues: list[Cue] = []

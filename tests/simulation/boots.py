@@ -208,7 +208,7 @@ BUILD: dict[str, Callable[[Boot, contextlib.AsyncExitStack], Awaitable[Role]]] =
 
 
 class Kid:
-    """A simulated process as its supervisor sees it: what `consumers.reef_supervisor.processes.Child` is of a real one."""
+    """A simulated process as its supervisor sees it: what `reef_supervisor.processes.Child` is of a real one."""
 
     def __init__(self, process: Boot) -> None:
         self.process, self.pid = process, process.pid

@@ -20,7 +20,7 @@ from typing import Any
 import ray
 
 from tests.bench.baselines.engine import Engine
-from tests.bench.baselines.process import STEP_S, Json, Moment, engine_routes, route, serve, start, twice
+from tests.bench.baselines.process import START_S, STEP_S, Json, Moment, engine_routes, route, serve, start, twice
 from tests.bench.baselines.weights import TENSORS, Array, content, load, newest, save
 
 
@@ -124,7 +124,7 @@ class Driver:
         return {}
 
     async def first(self) -> bool:
-        await asyncio.wait_for(self._up(), 4 * STEP_S)  # Ray starts processes for its actors
+        await self._up()
         return await self._publish()
 
     async def step(self) -> bool:
@@ -160,7 +160,7 @@ class Driver:
         self.moment.reached("resumed")
 
     async def _up(self) -> None:
-        await asyncio.to_thread(self._wait, time.monotonic() + 4 * STEP_S)
+        await asyncio.to_thread(self._wait, time.monotonic() + START_S)
 
     def _wait(self, until: float) -> None:
         """Wait until every actor answers; calls to one that restarts fail at once."""

@@ -21,11 +21,10 @@ from pathlib import Path
 import psutil
 
 from tests.bench.baselines.patterns import RECEIVERS, Pattern
-from tests.bench.baselines.process import HOST, POLL_S, Json, Peers, connection
+from tests.bench.baselines.process import HOST, POLL_S, START_S, Json, Peers, connection
 from tests.bench.baselines.weights import trained
 
 RESTART_S = 0.1  # as the deployment that is compared with these
-START_S = 60.0  # of a machine that does other things too
 
 
 class Fleet:

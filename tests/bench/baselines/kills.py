@@ -14,7 +14,7 @@ from pathlib import Path
 from tests.bench.baselines.fleet import Fleet, ended, fleet
 from tests.bench.baselines.outcome import LIMIT_S, Cell, Result
 from tests.bench.baselines.patterns import PHASES, RECEIVERS, Pattern
-from tests.bench.baselines.process import POLL_S
+from tests.bench.baselines.process import POLL_S, START_S
 from tests.bench.baselines.traffic import RIGHT, TORN, Seen, Traffic
 
 Show = Callable[[str, Cell], None]
@@ -34,9 +34,8 @@ async def baseline(
             for number in range(cells):
                 if time.monotonic() > until:
                     break
-                cell = await harness.cell(*draw(pattern, number, seed))
-                result.cells.append(cell)
-                show(pattern.name, cell)
+                result.cells.append(await harness.cell(*draw(pattern, number, seed)))
+                show(pattern.name, result.cells[-1])
             await ended(asking)
             await harness.undisturbed(answering=False)
         finally:
@@ -73,7 +72,7 @@ class Harness:
 
     async def undisturbed(self, answering: bool = True) -> None:
         """An update that must work."""
-        before = await self._idle()
+        before = await self._idle(START_S)
         await self._go()
         if answering and await self.whole(time.monotonic(), LIMIT_S) is None:
             raise RuntimeError(f"{self.fleet.pattern.name}: an undisturbed update failed; see {self.fleet.log}")
@@ -82,11 +81,11 @@ class Harness:
                 f"{self.fleet.pattern.name}: an undisturbed update changed nothing; see {self.fleet.log}"
             )
 
-    async def _idle(self) -> list[int]:
-        until = time.monotonic() + LIMIT_S
+    async def _idle(self, seconds: float = LIMIT_S) -> list[int]:
+        until = time.monotonic() + seconds
         while (found := await self.fleet.versions()) is None:
             if time.monotonic() > until:
-                raise RuntimeError(f"{self.fleet.pattern.name}: not idle within {LIMIT_S:g} s; see {self.fleet.log}")
+                raise RuntimeError(f"{self.fleet.pattern.name}: not idle within {seconds:g} s; see {self.fleet.log}")
             await asyncio.sleep(POLL_S)
         return found
 

@@ -136,6 +136,7 @@ async def settle(found: Live, answers: list[Asked], cell: Cell, killed: float) -
 
 
 async def _judge(result: Result, found: Live, answers: Sequence[Asked], struck: Sequence[Struck]) -> None:
+    answers = list(answers)  # the probes go on asking; what comes from here on is in no history
     store = ArtifactStore(found.running.config.folder("artifacts"))
     history = await read_history(found.running.journal, store)
     audit = check(history.log, history.records, history.batches)

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-LIMIT_S = 15.0
+LIMIT_S = 20.0
 """The length of a cell: two attempts of an update, each with a step that runs into its timeout, and a restart."""
 
 

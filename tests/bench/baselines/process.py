@@ -28,6 +28,7 @@ from tests.bench.baselines.weights import fingerprint
 HOST = "127.0.0.1"
 STEP_S = 5.0
 """The timeout of every step of every pattern: one call, one collective, one wait for a peer that restarts."""
+START_S = 60.0  # of a whole fleet, on a machine that does other things too
 POLL_S = 0.05
 
 Json = dict[str, Any]

@@ -7,10 +7,10 @@ ARGS ?=
 export PYTHON
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format kill-all schemas clean prepare-demo prepare-dev
+.PHONY: help demo test lint format kill-all bench-baselines schemas clean prepare-demo prepare-dev prepare-bench
 
 help:  ## what there is
-	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-10s %s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-15s %s\n", $$1, $$2}' Makefile
 
 demo: prepare-demo  ## a policy that learns while it serves, every version through the log
 	@$(BIN)/reef-bus demo $(ARGS)
@@ -31,6 +31,9 @@ format: prepare-dev  ## let ruff write the layout that `make lint` asks for
 kill-all: prepare-dev  ## every role killed at every event, once; prints the table
 	@$(BIN)/python -m tests.e2e.kill_all $(ARGS)
 
+bench-baselines: prepare-bench  ## our deployment and three patterns that others use, killed alike; prints the table
+	@$(BIN)/python -m tests.bench.baselines $(ARGS)
+
 schemas: prepare-dev  ## write schemas/ from reef_bus/events.py
 	@$(BIN)/python -m reef_bus.contracts generate $(ARGS)
 
@@ -43,3 +46,6 @@ prepare-demo:
 
 prepare-dev:
 	@sh deploy/prepare.sh demo dev
+
+prepare-bench:
+	@sh deploy/prepare.sh demo dev bench

@@ -20,7 +20,7 @@ from typing import Any
 import ray
 
 from tests.bench.baselines.engine import Engine
-from tests.bench.baselines.process import START_S, STEP_S, Json, Moment, engine_routes, route, serve, start, twice
+from tests.bench.baselines.process import START_S, STEP_S, Json, Moment, engine_routes, route, serve, twice
 from tests.bench.baselines.weights import TENSORS, Array, content, load, newest, save
 
 
@@ -189,5 +189,4 @@ async def coordinator(told: Json) -> None:
     await asyncio.Event().wait()
 
 
-if __name__ == "__main__":
-    start({"coordinator": coordinator})
+ROLES = {"coordinator": coordinator}

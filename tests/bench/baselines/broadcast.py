@@ -28,7 +28,6 @@ from tests.bench.baselines.process import (
     engine_routes,
     route,
     serve,
-    start,
     twice,
     within,
 )
@@ -160,5 +159,4 @@ async def trainer(told: Json) -> None:
         await asyncio.Event().wait()
 
 
-if __name__ == "__main__":
-    start({"receiver": receiver, "trainer": trainer})
+ROLES = {"receiver": receiver, "trainer": trainer}

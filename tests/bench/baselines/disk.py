@@ -25,7 +25,6 @@ from tests.bench.baselines.process import (
     engine_routes,
     route,
     serve,
-    start,
     twice,
     within,
 )
@@ -159,5 +158,4 @@ async def trainer(told: Json) -> None:
         await asyncio.Event().wait()
 
 
-if __name__ == "__main__":
-    start({"receiver": receiver, "coordinator": coordinator, "trainer": trainer})
+ROLES = {"receiver": receiver, "coordinator": coordinator, "trainer": trainer}

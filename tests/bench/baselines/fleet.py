@@ -1,21 +1,24 @@
 """The processes of one pattern on this machine: started, supervised, told to update, and told when to die.
 
 Knows: processes and their routes. Must not know: what is measured. Whatever ends is started again after RESTART_S, as
-a supervisor would; actors are Ray's to restart.
+a supervisor would; actors are Ray's to restart. Processes are forked from one that has imported torch already: a
+loaded machine takes longer for that than any step of a pattern may take, and the patterns are not to blame for it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
+import importlib
+import multiprocessing
 import os
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
 import psutil
@@ -24,7 +27,16 @@ from tests.bench.baselines.patterns import RECEIVERS, Pattern
 from tests.bench.baselines.process import HOST, POLL_S, START_S, Json, Peers, connection
 from tests.bench.baselines.weights import trained
 
+FORKS = multiprocessing.get_context("forkserver")
 RESTART_S = 0.1  # as the deployment that is compared with these
+
+
+def play(module: str, role: str, told: Json, log: Path) -> None:
+    """What a process of a pattern does until it is killed. Its words of failures go to a log: they are no report."""
+    with log.open("ab", buffering=0) as out:
+        os.dup2(out.fileno(), sys.stdout.fileno())
+        os.dup2(out.fileno(), sys.stderr.fileno())
+    asyncio.run(importlib.import_module(module).ROLES[role](told))
 
 
 class Fleet:
@@ -33,12 +45,11 @@ class Fleet:
     def __init__(self, pattern: Pattern, folder: Path, peers: Peers, log: Path, ray: str) -> None:
         self.pattern, self.folder, self.peers, self.log, self.ray = pattern, folder, peers, log, ray
         self.ports = dict(zip((*RECEIVERS, *pattern.processes), free_ports(len(RECEIVERS) + 2), strict=False))
-        self.children: dict[str, subprocess.Popen[bytes]] = {}
+        self.children: dict[str, ForkServerProcess] = {}
 
     # -- processes
 
     def launch(self, name: str) -> None:
-        """The children's words go to a log: what they say of failures is not our report."""
         told = {
             "port": self.ports[name],
             "receivers": [self.ports[receiver] for receiver in RECEIVERS],
@@ -49,9 +60,8 @@ class Fleet:
         }
         module = f"tests.bench.baselines.{self.pattern.name}"
         role = "receiver" if name in RECEIVERS else name
-        with self.log.open("ab") as log:
-            command = [sys.executable, "-m", module, role, json.dumps(told)]
-            self.children[name] = subprocess.Popen(command, stdout=log, stderr=log)
+        self.children[name] = FORKS.Process(target=play, args=(module, role, told, self.log))
+        self.children[name].start()
 
     async def start(self) -> None:
         for part in ("checkpoints", "batches"):
@@ -64,7 +74,7 @@ class Fleet:
 
     async def supervise(self) -> None:
         while True:
-            for name in [name for name, child in self.children.items() if child.poll() is not None]:
+            for name in [name for name, child in self.children.items() if not child.is_alive()]:
                 await asyncio.sleep(RESTART_S)
                 self.launch(name)
             await asyncio.sleep(POLL_S / 2)
@@ -72,13 +82,15 @@ class Fleet:
     def stop(self) -> None:
         for child in self.children.values():
             child.kill()
-            child.wait()
+            child.join()
 
     async def kill(self, name: str) -> None:
         """SIGKILL by hand; the supervisor, or Ray, starts it again."""
         found = self.children.get(name)
-        pid = found.pid if found else (await self.peers.call(self.ports[name], "/state"))["pid"]
-        os.kill(pid, signal.SIGKILL)
+        if found:
+            found.kill()
+        else:
+            os.kill((await self.peers.call(self.ports[name], "/state"))["pid"], signal.SIGKILL)
 
     # -- updates
 
@@ -106,8 +118,9 @@ class Fleet:
 @contextlib.asynccontextmanager
 async def fleet(pattern: Pattern, folder: Path, log: Path) -> AsyncIterator[Fleet]:
     """A running fleet; every process of it ends with the context."""
+    FORKS.set_forkserver_preload(["tests.bench.baselines.broadcast", "tests.bench.baselines.disk"])
     async with contextlib.AsyncExitStack() as stack:
-        ray = stack.enter_context(ray_head(folder, log)) if pattern.ray else ""
+        ray = stack.enter_context(ray_head(log)) if pattern.ray else ""
         peers = Peers(await stack.enter_async_context(connection()))
         found = Fleet(pattern, folder, peers, log, ray)
         stack.callback(found.stop)
@@ -123,7 +136,7 @@ async def ended(task: asyncio.Task[None]) -> None:
 
 
 @contextlib.contextmanager
-def ray_head(folder: Path, log: Path):
+def ray_head(log: Path) -> Iterator[str]:
     """A Ray node of our own, which outlives its driver as a cluster does; yields its address."""
     (port,) = free_ports(1)
     options = ["--head", "--block", f"--node-ip-address={HOST}", f"--port={port}", "--num-cpus=4"]

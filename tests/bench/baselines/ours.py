@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from consumers.reef_supervisor.harness import Scored
 from reef_bus.artifacts import ArtifactStore
 from reef_bus.audit import History, read_history
 from reef_bus.core.effects import Deadlines
@@ -145,10 +146,17 @@ async def _judge(result: Result, found: Live, answers: Sequence[Asked], struck: 
     consumed = [record for batch in (history.batches or {}).values() for record in _records(batch)]
     result.findings = [violation.text for violation in audit.violations]
     result.answers, result.updates = len(recorded), audit.releases
-    result.lost = sum(each.record not in recorded for each in answers)
+    receipts = [each.record for each in answers] + [each.answer.receipt for each in _drained(found)]
+    result.lost = sum(record not in recorded for record in receipts)
     result.twice = len(consumed) - len(set(consumed))
     for each in struck:
         _count(each, answers, recorded, verdicts)
+
+
+def _drained(found: Live) -> Iterator[Scored]:
+    """What the harness was given; it has stopped."""
+    while not found.client.answers.empty():
+        yield found.client.answers.get_nowait()
 
 
 def _versions(found: Live, history: History) -> dict[str, str]:

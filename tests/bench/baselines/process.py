@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import os
 import signal
 import sys
@@ -167,8 +166,3 @@ async def twice(what: str, update: Update, ready: Update) -> bool:
         with contextlib.suppress(Exception):
             await within(ready())
     return False
-
-
-def start(roles: dict[str, Callable[[Json], Coroutine[Any, Any, None]]]) -> None:
-    """What `python -m PATTERN ROLE '{"port": …}'` does: the role runs until it is killed."""
-    asyncio.run(roles[sys.argv[1]](json.loads(sys.argv[2])))

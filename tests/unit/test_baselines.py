@@ -45,7 +45,7 @@ def test_the_first_kills_are_of_every_phase() -> None:
 
 def test_what_never_happened_is_longer_than_any_time_and_counted() -> None:
     cells = [Cell(victim="x", phase="during", point="p", whole_s=seconds) for seconds in (1.0, None, 3.0)]
-    assert row(Result(pattern="x", title="x", cells=cells))[9] == "3.0 / >20 (1×)"
+    assert row(Result(pattern="x", title="x", cells=cells))[9] == "3.0 / >30 (1×)"
 
 
 class TestProbabilities:

@@ -47,16 +47,16 @@ def main() -> int:
     parser.add_argument("--json", action="store_true", help="the whole result instead of a table")
     parser.add_argument("--cells", type=int, default=9, help="kills per pattern; every role in every phase takes 9")
     parser.add_argument("--only", choices=(*PATTERNS, OURS), nargs="+", default=(*PATTERNS, OURS))
-    parser.add_argument("--minutes", type=float, default=6, help="shared alike; then no kill begins")
+    parser.add_argument("--minutes", type=float, default=6, help="shared alike, kills then stop")
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()
     BUILD.mkdir(parents=True, exist_ok=True)
     log = BUILD / "baselines.log"
     log.write_bytes(b"")
     began, load = time.monotonic(), os.getloadavg()[0]
-    share, results = args.minutes * 60 / len(args.only), []
-    for name in args.only:
-        until = time.monotonic() + share - LIMIT_S
+    end, results = began + args.minutes * 60, []
+    for left, name in zip(range(len(args.only), 0, -1), args.only, strict=True):
+        until = time.monotonic() + (end - time.monotonic()) / left - LIMIT_S
         results.append(asyncio.run(run(name, args.cells, until, args.seed, log)))
     settings = {
         "cells": args.cells,

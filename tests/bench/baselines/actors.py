@@ -36,7 +36,7 @@ class EngineActor:
         self.engine, self.moment = Engine(), Moment()
         ready = threading.Event()
         threading.Thread(target=asyncio.run, args=(self._serve(port, ready),), daemon=True).start()
-        if not ready.wait(STEP_S):
+        if not ready.wait(START_S):
             raise RuntimeError(f"no server on {port}")
 
     async def _serve(self, port: int, ready: threading.Event) -> None:

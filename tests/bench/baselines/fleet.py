@@ -16,6 +16,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import AsyncIterator, Iterator
 from multiprocessing.context import ForkServerProcess
@@ -24,7 +25,7 @@ from pathlib import Path
 import psutil
 
 from tests.bench.baselines.patterns import RECEIVERS, Pattern
-from tests.bench.baselines.process import HOST, POLL_S, START_S, Json, Peers, connection
+from tests.bench.baselines.process import HOST, POLL_S, START_S, STEP_S, Json, Peers, connection
 from tests.bench.baselines.weights import trained
 
 FORKS = multiprocessing.get_context("forkserver")
@@ -118,7 +119,7 @@ class Fleet:
 @contextlib.asynccontextmanager
 async def fleet(pattern: Pattern, folder: Path, log: Path) -> AsyncIterator[Fleet]:
     """A running fleet; every process of it ends with the context."""
-    FORKS.set_forkserver_preload(["tests.bench.baselines.broadcast", "tests.bench.baselines.disk"])
+    FORKS.set_forkserver_preload([__name__, *(f"tests.bench.baselines.{name}" for name in ("broadcast", "disk"))])
     async with contextlib.AsyncExitStack() as stack:
         ray = stack.enter_context(ray_head(log)) if pattern.ray else ""
         peers = Peers(await stack.enter_async_context(connection()))
@@ -139,8 +140,14 @@ async def ended(task: asyncio.Task[None]) -> None:
 def ray_head(log: Path) -> Iterator[str]:
     """A Ray node of our own, which outlives its driver as a cluster does; yields its address."""
     (port,) = free_ports(1)
+    folder = tempfile.TemporaryDirectory(prefix="reef-ray-", ignore_cleanup_errors=True)  # short, for its sockets
     options = ["--head", "--block", f"--node-ip-address={HOST}", f"--port={port}", "--num-cpus=4"]
-    options += ["--include-dashboard=false", "--disable-usage-stats", f"--object-store-memory={128 * 1024 * 1024}"]
+    options += [
+        "--include-dashboard=false",
+        "--disable-usage-stats",
+        f"--temp-dir={folder.name}",
+        f"--object-store-memory={128 * 1024 * 1024}",
+    ]
     with log.open("ab") as out:
         command = [sys.executable, "-m", "ray.scripts.scripts", "start", *options]
         head = subprocess.Popen(command, stdout=out, stderr=out, start_new_session=True)
@@ -153,6 +160,8 @@ def ray_head(log: Path) -> Iterator[str]:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
         head.wait()
+        psutil.wait_procs(family, timeout=STEP_S)
+        folder.cleanup()
 
 
 def _wait_for(port: int, head: subprocess.Popen[bytes]) -> None:

@@ -64,7 +64,7 @@ async def ours(cells: int, until: float, seed: int, folder: Path, show: Show) ->
             began, cell = time.monotonic(), draw(role, phase, seed, len(struck))
             killed = await strike(found, cell)
             struck.append(Struck(cell, began, killed))
-            await settle(found, answers, cell, killed)
+            await settle(found, cell, killed)
             show(OURS, cell)
             result.cells.append(cell)
         await found.client.stop()
@@ -114,23 +114,33 @@ async def strike(found: Live, cell: Cell) -> float:
     return time.monotonic()
 
 
-async def settle(found: Live, answers: list[Asked], cell: Cell, killed: float) -> None:
-    """Until every process is back, and a release that was committed after the kill, which takes all of them, is what
-    every engine may generate with."""
+async def settle(found: Live, cell: Cell, killed: float) -> None:
+    """Until every process is back, and a release that was committed after the kill is what every engine may generate
+    with. A trainer or publisher has shown that it is back by a release whose target came after the kill."""
     struck = found.world.seq
 
     def delivered() -> bool:
         head = found.world.publications.head
         return head is not None and head.seq > struck
 
+    def whole() -> bool:
+        shown = cell.victim in SETTINGS.inference.engines or _target_of_head(found) > struck
+        return delivered() and shown and found.all_serve() and found.whole()
+
     with contextlib.suppress(AssertionError):  # `until` says that it took too long
-        await found.until("whole", lambda: delivered() and found.all_serve() and found.whole(), LIMIT_S)
+        await found.until("whole", whole, LIMIT_S)
         cell.whole_s = time.monotonic() - killed
     cell.delivered = delivered() and found.all_serve()
     if cell.whole_s is None:
         cell.stuck = len(SETTINGS.inference.engines) - len(serving(found.world))
         await found.until("a fleet that nobody mends", lambda: found.all_serve() and found.whole(), 4 * LIMIT_S)
-    cell.serving_s = min((each.got - killed for each in answers if each.asked > killed), default=None)
+
+
+def _target_of_head(found: Live) -> int:
+    """The sequence of the target that became the head; 0 for the base model."""
+    head = found.world.publications.head
+    targets = (each for each in reversed(found.events) if isinstance(each.event, TargetPersisted))
+    return next((each.seq for each in targets if head and each.event.load_id == head.load_id), 0)
 
 
 # -- afterwards, from the log and the records
@@ -181,4 +191,6 @@ def _count(
     bad = [each for each in seen if verdicts[each.record] != RIGHT]
     cell.wrong = len(bad)
     cell.torn = len({recorded[each.record].engine for each in bad if verdicts[each.record] == TORN})
+    right = (each for each in answers if each.asked > struck.killed and verdicts.get(each.record) == RIGHT)
+    cell.serving_s = min((s for each in right if (s := each.got - struck.killed) <= LIMIT_S), default=None)
     cell.safe_s = max((each.got - struck.killed for each in bad), default=0.0)

@@ -11,8 +11,9 @@ from typing import Any
 
 import msgspec
 
-LIMIT_S = 20.0
-"""The length of a cell: two attempts of an update, each with a step that runs into its timeout, and a restart."""
+LIMIT_S = 30.0
+"""The length of a cell at most: two attempts of an update with steps that run into their timeouts, and the restart of a
+whole driver, or of a process that imports torch, on a loaded machine."""
 
 
 class Cell(msgspec.Struct, kw_only=True):

@@ -98,7 +98,8 @@ async def serve(port: int, routes: Iterable[web.RouteDef]) -> None:
     app.add_routes(routes)
     runner = web.AppRunner(app, access_log=None)
     await runner.setup()
-    await within(_listen(runner, port))
+    async with asyncio.timeout(START_S):
+        await _listen(runner, port)
 
 
 async def _listen(runner: web.AppRunner, port: int) -> None:

@@ -155,6 +155,9 @@ async def _judge(result: Result, found: Live, answers: Sequence[Asked], struck: 
     verdicts = await asyncio.to_thread(judged, list(recorded.values()), _versions(found, history), store)
     consumed = [record for batch in (history.batches or {}).values() for record in _records(batch)]
     result.findings = [violation.text for violation in audit.violations]
+    not_right = sum(verdict != RIGHT for verdict in verdicts.values())
+    if not_right:
+        result.findings.append(f"{not_right} recorded answers have not the probabilities of the release that they name")
     result.answers, result.updates = len(recorded), audit.releases
     receipts = [each.record for each in answers] + [each.answer.receipt for each in _drained(found)]
     result.lost = sum(record not in recorded for record in receipts)

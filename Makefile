@@ -7,10 +7,10 @@ ARGS ?=
 export PYTHON
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format kill-all simulate schemas clean prepare-demo prepare-dev
+.PHONY: help demo test lint format kill-all simulate bench-baselines schemas clean prepare-demo prepare-dev prepare-bench
 
 help:  ## what there is
-	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-10s %s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-15s %s\n", $$1, $$2}' Makefile
 
 demo: prepare-demo  ## a policy that learns while it serves, every version through the log
 	@$(BIN)/reef-bus demo $(ARGS)
@@ -34,6 +34,9 @@ kill-all: prepare-dev  ## every role killed at every event, once; prints the tab
 simulate: prepare-dev  ## 2,000 seeds of simulated faults; prints the table
 	@$(BIN)/python -m tests.simulation --seeds 2000 $(ARGS)
 
+bench-baselines: prepare-bench  ## our deployment and three patterns that others use, killed alike; prints the table
+	@$(BIN)/python -m tests.bench.baselines $(ARGS)
+
 schemas: prepare-dev  ## write schemas/ from reef_bus/events.py
 	@$(BIN)/python -m reef_bus.contracts generate $(ARGS)
 
@@ -46,3 +49,6 @@ prepare-demo:
 
 prepare-dev:
 	@sh deploy/prepare.sh demo dev
+
+prepare-bench:
+	@sh deploy/prepare.sh demo dev bench

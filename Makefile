@@ -7,10 +7,10 @@ ARGS ?=
 export PYTHON
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format kill-all schemas clean prepare-demo prepare-dev
+.PHONY: help demo test lint format kill-matrix schemas clean prepare-demo prepare-dev
 
 help:  ## what there is
-	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-10s %s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-11s %s\n", $$1, $$2}' Makefile
 
 demo: prepare-demo  ## a policy that learns while it serves, every version through the log
 	@$(BIN)/reef-bus demo $(ARGS)
@@ -28,8 +28,8 @@ format: prepare-dev  ## let ruff write the layout that `make lint` asks for
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format reef_bus consumers tests deploy
 
-kill-all: prepare-dev  ## every role killed at every event, once; prints the table
-	@$(BIN)/python -m tests.e2e.kill_all $(ARGS)
+kill-matrix: prepare-dev  ## every role killed and stopped at every event; 45 minutes, resumable; prints the tables
+	@$(BIN)/python -m tests.e2e.kill_matrix $(ARGS)
 
 schemas: prepare-dev  ## write schemas/ from reef_bus/events.py
 	@$(BIN)/python -m reef_bus.contracts generate $(ARGS)

@@ -24,6 +24,7 @@ from tests.e2e.rows import LEADER, ROWS, deadline
 KILL = "kill"
 SIGNALS = (KILL, "stop-0.5", "stop-2")  # the number: of the deadline that applies
 PROBES = 4
+COSTS = ("TransferAborted", "PublicationHalted", "PublicationRefused", "EngineExcluded", "ComponentLost")
 
 
 class Cell(NamedTuple):
@@ -54,7 +55,8 @@ class Line(msgspec.Struct, kw_only=True):
     The five columns that must be 0: `torn` receivers (memory that was not the target's digest, when it was reported or
     counted), `wrong` answers (against the serving rule where the engine stood), `stuck` engines (not serving in the
     end), `lost` records (receipts that the harness holds and RECORDS lacks), `twice` (records trained on twice).
-    `operator`: what a person would have had to do. `other`: whatever else the audit finds.
+    `operator`: what a person would have had to do. `other`: whatever else the audit finds. `cost`: how often each of
+    `COSTS` was written after the signal, the price of getting over it.
     """
 
     event: str
@@ -73,6 +75,7 @@ class Line(msgspec.Struct, kw_only=True):
     twice: int = 0
     operator: int = 0
     other: list[str] = []
+    cost: dict[str, int] = {}
     error: str = ""
     until: int = 0
     until_record: int = 0
@@ -120,6 +123,8 @@ class Hit:
             self.line.safe_s = self.elapsed()
         if isinstance(recorded.event, ReceiverFailed) and recorded.event.cause == "digest":
             self.line.torn += 1
+        if recorded.name in COSTS and recorded.seq > self.line.seq:
+            self.line.cost[recorded.name] = self.line.cost.get(recorded.name, 0) + 1
 
     def elapsed(self) -> float:
         return round(time.monotonic() - self.at, 3)

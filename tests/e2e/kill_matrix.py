@@ -147,7 +147,7 @@ def progress(line: Line) -> None:
     """One line on stderr as soon as a cell has ended."""
     seconds = f"{line.whole_s:.1f} s" if line.whole_s is not None else line.error
     said = f"{line.event:24} {line.role:11} {line.signal:8} late {line.late_ms:4.0f} ms, safe {line.safe_s}"
-    print(f"{said}, serving {line.serving_s}, whole {seconds}", file=sys.stderr, flush=True)
+    print(f"{said}, serving {line.serving_s}, whole {seconds} {line.cost}", file=sys.stderr, flush=True)
 
 
 async def audit(found: Rig, batch: Sequence[Line], seen: set[str]) -> None:

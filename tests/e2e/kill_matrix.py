@@ -1,7 +1,7 @@
 """The kill matrix: every role × every event of the log × SIGKILL and SIGSTOP, on a deployment under traffic.
 
 Knows: the cells, their order, what is written about them. Must not know: how an event comes about, or how one is hit.
-`make kill-matrix`. Two deployments run side by side, on a single server and on a cluster of three, many cells on each.
+`make kill-matrix`. Deployments run side by side, on a server each and on a cluster of three, many cells on each.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import itertools
 import os
 import random
 import shutil
@@ -43,9 +44,11 @@ ONE_STOP = {
     "ComponentLost": "ReadinessWithdrawn",
     "RestartScheduled": "ReadinessWithdrawn",
     "PublicationHaltRequested": "PublicationHalted",
+    "ScenarioRegistered": "ReleaseCommitted",
 }
-"""Rows at which nobody is stopped, and the row that stands for them: its writer writes both within milliseconds, and a
-process that is stopped for a second or more at the one is stopped at the other, too. (Killed it is at both.)"""
+"""Rows at which nobody is stopped, and the row that stands for them: both are written within milliseconds, and who is
+stopped for a second or more at the one is stopped at the other, too. (The last two have in common that a head is new
+and no publication is open; a deployment for each stop at the first would cost minutes.) Killed is everybody at both."""
 
 
 def left_out(cell: Cell) -> str:
@@ -94,45 +97,55 @@ def _cover(found: Sequence[Cell], most: int) -> list[Cell]:
 class Run:
     """The cells of one run, what is known of them, and who hears of it."""
 
-    def __init__(self, folder: Path, scale: float, done: Callable[[Line], None]) -> None:
+    def __init__(self, folder: Path, scale: float, done: Callable[[Line], None], lanes: int = 1) -> None:
         self.folder = folder
         self.scale = scale
         self.done = done
+        self.lanes = lanes
         self.kept: list[Path] = []
 
     async def all(self, found: Sequence[Cell]) -> None:
-        """A lane for each kind of server, both at once; a deployment of its own for each cell at a beginning."""
+        """All at once: `lanes` deployments on a server each, which share their cells, and one on a cluster."""
+        at_first = deque(cell for cell in found if ROWS[cell.row].fresh)
+        single = deque(cell for cell in found if not cell.cluster and cell not in at_first)
+        cluster = deque(cell for cell in found if cell.cluster)
         async with asyncio.TaskGroup() as group:
-            for cluster in (False, True):
-                group.create_task(self._lane([cell for cell in found if cell.cluster == cluster], cluster))
+            for number in range(self.lanes):
+                group.create_task(self._lane(f"single-{number}", single, at_first))
+            group.create_task(self._lane("cluster", cluster, deque()))
 
-    async def _lane(self, found: Sequence[Cell], cluster: bool) -> None:
-        waiting = deque(cell for cell in found if not ROWS[cell.row].fresh)
-        count = 0
-        while waiting:
-            await self._deployment(self.folder / f"{'cluster' if cluster else 'single'}-{count}", cluster, waiting)
-            count += 1
-        for cell in found:
-            if ROWS[cell.row].fresh:
-                await self._deployment(self.folder / f"{cell.row}-{cell.role}-{cell.signal}", cluster, deque([cell]))
+    async def _lane(self, name: str, waiting: deque[Cell], at_first: deque[Cell]) -> None:
+        """A deployment for as many cells as it survives, another for the next; then one for each cell at first."""
+        for count in itertools.count():
+            if not waiting:
+                break
+            await self._deployment(f"{name}-{count}", waiting, fresh=False)
+        while at_first:
+            cell = at_first.popleft()
+            await self._deployment(f"{cell.row}-{cell.role}-{cell.signal}", deque([cell]), fresh=True)
 
-    async def _deployment(self, folder: Path, cluster: bool, waiting: deque[Cell]) -> None:
-        """Cells from `waiting` until there are none, or one fails: what is left by that is no place for another."""
+    async def _deployment(self, name: str, waiting: deque[Cell], fresh: bool) -> None:
+        """Cells from `waiting` until there are none, or one fails: what it leaves behind is no place for another."""
+        folder = self.folder / name
         shutil.rmtree(folder, ignore_errors=True)
-        failed = False
-        async with rig(folder, cluster=cluster, scale=self.scale) as found, contextlib.AsyncExitStack() as stack:
-            if not ROWS[waiting[0].row].fresh:
+        batch: list[Line] = []
+        async with (
+            rig(folder, cluster=name.startswith("cluster"), scale=self.scale) as found,
+            contextlib.AsyncExitStack() as stack,
+        ):
+            if not fresh:
                 await found.begin(stack)
                 await found.until("every engine serves", found.whole)
             seen: set[str] = set()
-            while waiting and not failed:
+            while waiting and not any(line.failed for line in batch):
                 batch = await self._batch(found, waiting, stack)
-                failed = any(line.failed for line in batch)
                 await audit(found, batch, seen)
                 for line in batch:
                     self.done(line)
-                failed = any(line.failed for line in batch)
-        self.kept.append(folder) if failed else shutil.rmtree(folder, ignore_errors=True)
+        if any(line.failed for line in batch):
+            self.kept.append(folder)
+        else:
+            shutil.rmtree(folder, ignore_errors=True)
 
     async def _batch(self, found: Rig, waiting: deque[Cell], stack: contextlib.AsyncExitStack) -> list[Line]:
         batch: list[Line] = []
@@ -205,7 +218,8 @@ class File:
 class Clock:
     """How long the rest will take, from the cells that were measured."""
 
-    def __init__(self, plan: Sequence[Cell], known: Sequence[Line]) -> None:
+    def __init__(self, plan: Sequence[Cell], known: Sequence[Line], lanes: int) -> None:
+        self.lanes = lanes
         self.began = time.monotonic()
         self.left = set(plan)
         self.seconds: dict[tuple[bool, str], list[float]] = defaultdict(list)
@@ -218,12 +232,12 @@ class Clock:
         self.seconds[cell.cluster, cell.signal].append(line.whole_s or 60.0)
 
     def rest_s(self) -> float:
-        """Both lanes run at once: the longer one counts. A cell waits about as long for its event as for its end."""
-        lanes = {True: 0.0, False: 0.0}
+        """Lanes run at once: the longest counts. A cell waits for its event, too."""
+        seconds = {True: 0.0, False: 0.0}
         for cell in self.left:
             known = self.seconds.get((cell.cluster, cell.signal))
-            lanes[cell.cluster] += 1.5 + (statistics.fmean(known) if known else 6.0)
-        return max(lanes.values())
+            seconds[cell.cluster] += 1.5 + (statistics.fmean(known) if known else 6.0)
+        return max(seconds[True], seconds[False] / self.lanes)
 
     def __str__(self) -> str:
         passed = time.monotonic() - self.began
@@ -279,7 +293,7 @@ def main() -> int:
     chosen = sample(wanted, args.sample, args.seed) if args.sample else wanted
     file = File(args.out)
     plan = [cell for cell in chosen if cell not in file.cells()]
-    clock = Clock(plan, file.lines)
+    clock = Clock(plan, file.lines, args.lanes)
     print(f"{len(chosen) - len(plan)} cells are in {args.out} already; {clock}", file=sys.stderr)
 
     def done(line: Line) -> None:
@@ -289,7 +303,7 @@ def main() -> int:
             print(msgspec.json.encode(line).decode(), flush=True)
         print(clock, file=sys.stderr, flush=True)
 
-    run = Run(args.out.with_suffix(""), args.scale, done)
+    run = Run(args.out.with_suffix(""), args.scale, done, args.lanes)
     asyncio.run(run.all(plan))
     shown = [line for line in file.lines if Cell(line.event, line.role, line.signal) in set(chosen)]
     print("" if args.json else table(shown) + "\n" + summary(shown))
@@ -310,6 +324,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--seed", metavar="S", type=int, default=0)
     parser.add_argument("--out", metavar="FILE", type=Path, default=OUT, help=f"cells in it are not run again ({OUT})")
     parser.add_argument("--scale", metavar="F", type=float, default=1.0, help="of all deadlines, for a loaded machine")
+    parser.add_argument("--lanes", metavar="N", type=int, default=2, help="deployments at once, beside the cluster (2)")
     parser.add_argument("--json", action="store_true", help="the lines on stdout instead of the tables")
     return parser
 

@@ -55,7 +55,7 @@ class Line(msgspec.Struct, kw_only=True):
     The five columns that must be 0: `torn` receivers (memory that was not the target's digest, when it was reported or
     counted), `wrong` answers (against the serving rule where the engine stood), `stuck` engines (not serving in the
     end), `lost` records (receipts that the harness holds and RECORDS lacks), `twice` (records trained on twice).
-    `operator`: what a person would have had to do. `other`: whatever else the audit finds. `cost`: how often each of
+    `operator`: what a person would have had to do. `findings`: all that the audit says. `cost`: how often each of
     `COSTS` was written after the signal, the price of getting over it.
     """
 
@@ -74,7 +74,7 @@ class Line(msgspec.Struct, kw_only=True):
     lost: int = 0
     twice: int = 0
     operator: int = 0
-    other: list[str] = []
+    findings: list[str] = []
     cost: dict[str, int] = {}
     error: str = ""
     until: int = 0
@@ -87,7 +87,7 @@ class Line(msgspec.Struct, kw_only=True):
 
     @property
     def failed(self) -> bool:
-        return self.bad or bool(self.other or self.error)
+        return self.bad or bool(self.findings or self.error)
 
 
 class Hit:

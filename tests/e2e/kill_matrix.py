@@ -32,7 +32,7 @@ from tests.e2e.rows import LEADER, ROLES, ROWS, misplaced
 OUT = Path("build/kill-matrix.jsonl")
 AUDIT_EACH = 20  # cells: an audit reads everything, and a finding should be near its cell
 COLUMNS: Mapping[int | str, str] = {1: "wrong", 2: "wrong", 3: "torn", 7: "torn", 6: "twice"}
-"""The column that a violation of an invariant belongs to; any other is in `other`."""
+"""The column that a violation of an invariant belongs to; `findings` has them all."""
 
 BEFORE_ANYBODY = {
     "LogOpened": ("supervisor", "nats"),
@@ -168,14 +168,14 @@ async def audit(found: Rig, batch: Sequence[Line], seen: set[str]) -> None:
     try:
         history = await found.history()
     except Exception as error:
-        batch[-1].other.append(f"no audit: {error}")
+        batch[-1].findings.append(f"no audit: {error}")
         return
     result = await blocking(check, history.log, history.records, history.batches)
     for violation in result.violations:
         if violation.text not in seen:
             seen.add(violation.text)
             blame(violation, batch)
-    batch[-1].other += [text for text in result.unchecked if text not in seen]
+    batch[-1].findings += [text for text in result.unchecked if text not in seen]
     seen.update(result.unchecked)
     recorded = {getattr(each.event, "record", "") for each in history.records}
     for line in batch:
@@ -188,7 +188,7 @@ def blame(violation: Violation, batch: Sequence[Line]) -> None:
     line = next((e for e in batch if e.until >= log and (log or e.until_record >= records)), batch[-1])
     if column := COLUMNS.get(violation.invariant):
         setattr(line, column, getattr(line, column) + 1)
-    line.other.append(f"invariant {violation.invariant}: {violation.text}")
+    line.findings.append(f"invariant {violation.invariant}: {violation.text}")
 
 
 # -- writing them down
@@ -275,7 +275,7 @@ def summary(lines: Sequence[Line]) -> str:
             text.append(f"| {role} | {len(found)} | {' | '.join(figures)} |")
     for name in ("torn", "wrong", "stuck", "lost", "twice", "operator"):
         text.append(f"{name}: {sum(getattr(line, name) for line in lines)}")
-    text.append(f"other findings: {sum(len(line.other) for line in lines)}")
+    text.append(f"findings of the audit: {sum(len(line.findings) for line in lines)}")
     return "\n".join(text)
 
 
@@ -309,7 +309,7 @@ def main() -> int:
     print("" if args.json else table(shown) + "\n" + summary(shown))
     failed = [line for line in shown if line.failed]
     for line in failed:
-        print(f"{line.event} {line.role} {line.signal}: {line.error} {' '.join(line.other)}", file=sys.stderr)
+        print(f"{line.event} {line.role} {line.signal}: {line.error} {' '.join(line.findings)}", file=sys.stderr)
     kept = ", ".join(map(str, run.kept)) or "nothing"
     print(f"{len(shown)} cells, {len(failed)} failed; kept: {kept}", file=sys.stderr)
     return 1 if failed else 0

@@ -25,7 +25,7 @@ async def outcome(folder: Path, chosen: list[Cell]) -> list[Line]:
 def check(lines: list[Line], chosen: list[Cell]) -> None:
     assert [Cell(line.event, line.role, line.signal) for line in lines] == chosen
     assert [(str(cell), line.error) for cell, line in zip(chosen, lines, strict=True) if line.error] == []
-    assert [text for line in lines for text in line.other] == []
+    assert [text for line in lines for text in line.findings] == []
     columns = ("torn", "wrong", "stuck", "lost", "twice", "operator")
     assert {name: sum(getattr(line, name) for line in lines) for name in columns} == dict.fromkeys(columns, 0)
     assert all(line.serving_s is not None and line.whole_s is not None for line in lines)

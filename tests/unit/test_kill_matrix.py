@@ -70,7 +70,7 @@ def test_a_finding_of_the_audit_goes_to_the_cell_in_which_it_came_about() -> Non
     blame(Violation(invariant=6, text="stored twice", records=(501, 700)), [first, second])
     blame(Violation(invariant="fold", text="a contradiction", sequences=(91,)), [first, second])
     assert (first.wrong, first.twice, second.wrong, second.twice) == (1, 0, 0, 1)
-    assert second.failed and second.other == ["invariant 6: stored twice", "invariant fold: a contradiction"]
+    assert second.failed and second.findings == ["invariant 6: stored twice", "invariant fold: a contradiction"]
 
 
 def test_only_a_child_of_the_named_process_is_ever_hit() -> None:

@@ -124,19 +124,30 @@ async def reach(config: Config) -> JetStreamJournal:
     return await connect(config.nats.url, config.deployment, "reef-cli", wait_s=HANDSHAKE_S)
 
 
-async def _probe(url: str) -> None:
-    """Whether anything listens; told apart from a server that is silent, and at once."""
+async def _probe(urls: str) -> None:
+    """Whether anything listens at one of the urls, comma between them; told apart from a server that is silent, and at
+    once."""
+    addresses = [_address(url) for url in urls.split(",")]
+    failed: list[str] = []
+    for host, port in addresses:
+        try:
+            async with asyncio.timeout(PROBE_S):
+                _, writer = await asyncio.open_connection(host, port)
+        except OSError as error:  # TimeoutError is one
+            failed.append(_why(error))
+        else:
+            writer.close()
+            return
+    why = ", ".join(dict.fromkeys(failed))
+    raise Unavailable(f"no NATS server at {urls}: {why}; is it up? `reef-bus doctor` looks")
+
+
+def _address(url: str) -> tuple[str, int]:
     try:
         parts = urllib.parse.urlsplit(url if "://" in url else f"nats://{url}")
-        host, port = parts.hostname or "", parts.port or 4222
+        return parts.hostname or "", parts.port or 4222
     except ValueError as error:
         raise Rejected(f"nats.url {url!r}: {error}; expected nats://HOST:PORT") from error
-    try:
-        async with asyncio.timeout(PROBE_S):
-            _, writer = await asyncio.open_connection(host, port)
-    except OSError as error:  # TimeoutError is one
-        raise Unavailable(f"no NATS server at {url}: {_why(error)}; is it up? `reef-bus doctor` looks") from error
-    writer.close()
 
 
 def _why(error: OSError) -> str:

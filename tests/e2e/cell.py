@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import signal
 import time
+from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
@@ -51,7 +52,8 @@ class Line(msgspec.Struct, kw_only=True):
     `serving`: the first answer to a request that was asked after the signal, so that one engine at least serves.
     `whole`: every process runs and is ready, every engine serves a release that was committed after the event, and an
     answer names such a release.
-    `late_ms`: between the broker's time of the event and the signal: what is hit may have gone on for as long.
+    `late_ms`: between the broker's time of the event and the signal: what is hit may have gone on for as long. `where`:
+    the deployment, whose sequences are meant.
     The five columns that must be 0: `torn` receivers (memory that was not the target's digest, when it was reported or
     counted), `wrong` answers (against the serving rule where the engine stood), `stuck` engines (not serving in the
     end), `lost` records (receipts that the harness holds and RECORDS lacks), `twice` (records trained on twice).
@@ -62,6 +64,7 @@ class Line(msgspec.Struct, kw_only=True):
     event: str
     role: str
     signal: str
+    where: str = ""
     seq: int = 0
     late_ms: float = 0.0
     stopped_s: float = 0.0
@@ -138,7 +141,7 @@ def safe(world: World) -> bool:
 async def run(rig: Rig, cell: Cell, stack: contextlib.AsyncExitStack) -> Line:
     """Run one cell on a deployment that is whole, or, for a row of its beginning, that is not started yet (`stack`
     holds it then). Never raises for what the deployment does: that is in the line."""
-    line = Line(event=cell.row, role=cell.role, signal=cell.signal)
+    line = Line(event=cell.row, role=cell.role, signal=cell.signal, where=Path(rig.config.state_dir).parent.name)
     operator = rig.operator_actions
     try:
         await _run(rig, cell, line, stack)

@@ -179,8 +179,9 @@ class Rig:
         try:
             yield
         finally:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
+            while not task.done():  # Python 3.11's wait_for, in the client, swallows a cancellation now and then
+                task.cancel()
+                await asyncio.wait({task}, timeout=1.0)
 
     def _failed(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and not self.failure.done() and (error := task.exception()):

@@ -7,7 +7,7 @@ ARGS ?=
 export PYTHON
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format kill-all simulate bench-baselines schemas clean prepare-demo prepare-dev prepare-bench
+.PHONY: help demo test lint format kill-matrix simulate bench-baselines schemas clean prepare-demo prepare-dev prepare-bench
 
 help:  ## what there is
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-15s %s\n", $$1, $$2}' Makefile
@@ -28,8 +28,8 @@ format: prepare-dev  ## let ruff write the layout that `make lint` asks for
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format reef_bus consumers tests deploy
 
-kill-all: prepare-dev  ## every role killed at every event, once; prints the table
-	@$(BIN)/python -m tests.e2e.kill_all $(ARGS)
+kill-matrix: prepare-dev  ## every role killed and stopped at every event; 45 minutes, resumable; prints the tables
+	@$(BIN)/python -m tests.e2e.kill_matrix $(ARGS)
 
 simulate: prepare-dev  ## 2,000 seeds of simulated faults; prints the table
 	@$(BIN)/python -m tests.simulation --seeds 2000 $(ARGS)

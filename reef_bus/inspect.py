@@ -127,32 +127,34 @@ def fetching(config: Config) -> Fetch:
 
 async def reach(config: Config) -> JetStreamJournal:
     """A journal on the configured server. Raises Unavailable soon, because a person is waiting."""
-    await _probe(config.nats.url.split(","))
+    await _probe(config.nats.url)
     return await connect(config.nats.url, config.deployment, "reef-cli", wait_s=HANDSHAKE_S)
 
 
-async def _probe(urls: list[str]) -> None:
-    """Whether any of them listens; told apart from a server that is silent, and at once."""
-    for url in urls:
+async def _probe(urls: str) -> None:
+    """Whether anything listens at one of the urls, comma between them; told apart from a server that is silent, and at
+    once."""
+    addresses = [_address(url) for url in urls.split(",")]
+    failed: list[str] = []
+    for host, port in addresses:
         try:
-            return await _listening(url)
-        except Unavailable:
-            if url == urls[-1]:
-                raise
+            async with asyncio.timeout(PROBE_S):
+                _, writer = await asyncio.open_connection(host, port)
+        except OSError as error:  # TimeoutError is one
+            failed.append(_why(error))
+        else:
+            writer.close()
+            return
+    why = ", ".join(dict.fromkeys(failed))
+    raise Unavailable(f"no NATS server at {urls}: {why}; is it up? `reef-bus doctor` looks")
 
 
-async def _listening(url: str) -> None:
+def _address(url: str) -> tuple[str, int]:
     try:
         parts = urllib.parse.urlsplit(url if "://" in url else f"nats://{url}")
-        host, port = parts.hostname or "", parts.port or 4222
+        return parts.hostname or "", parts.port or 4222
     except ValueError as error:
         raise Rejected(f"nats.url {url!r}: {error}; expected nats://HOST:PORT") from error
-    try:
-        async with asyncio.timeout(PROBE_S):
-            _, writer = await asyncio.open_connection(host, port)
-    except OSError as error:  # TimeoutError is one
-        raise Unavailable(f"no NATS server at {url}: {_why(error)}; is it up? `reef-bus doctor` looks") from error
-    writer.close()
 
 
 def _why(error: OSError) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import random
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,13 +20,14 @@ from reef_bus.topology import stream_name
 
 SIZE = 3
 READY_S = 30.0
+PORTS = (20_000, 32_000)
 
 
 class NatsCluster:
     """`nodes` by name. A node that was killed comes back with `start`, on its port and with its store."""
 
     def __init__(self, folder: Path) -> None:
-        clients, routes = _free_ports(SIZE), _free_ports(SIZE)
+        clients, routes = free_ports(SIZE), free_ports(SIZE)
         peers = ", ".join(f'"nats-route://127.0.0.1:{port}"' for port in routes)
         self.nodes = {
             f"n{n}": NatsServer(
@@ -82,9 +84,14 @@ def cluster(folder: Path) -> Iterator[NatsCluster]:
         found.stop()
 
 
-def _free_ports(count: int) -> list[int]:
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [int(found.getsockname()[1]) for found in sockets]
-    for found in sockets:
-        found.close()
-    return ports
+def free_ports(count: int) -> list[int]:
+    """Ports of loopback that nobody has, below those that the system hands out: a server that is away for a moment
+    finds its own again, and no client of it can meet itself there."""
+    with contextlib.ExitStack() as stack:
+        found: list[int] = []
+        while len(found) < count:
+            port = random.randrange(*PORTS)
+            with contextlib.suppress(OSError):
+                stack.enter_context(socket.create_server(("127.0.0.1", port)))
+                found.append(port)
+        return found

@@ -123,7 +123,8 @@ class InferenceBackend(ABC):
 
 
 class TrainingBackend(ABC):
-    """An optimizer over immutable incumbents: every state it returns is a new one, and none is ever changed."""
+    """An optimizer over immutable incumbents: every state it returns is a new one, and none is ever changed. One that
+    `mutates_in_place` changes the state that `train` is given: after a death inside, a person decides."""
 
     mutates_in_place: bool = False
 
@@ -138,7 +139,8 @@ class TrainingBackend(ABC):
 
     @abstractmethod
     def train(self, state: Any, batch: Sequence[Sample], seed: int) -> tuple[Any, dict[str, float]]:
-        """One version's optimizer steps from `state`: a new state and finite metrics. `state` stays as it is."""
+        """One version's optimizer steps from `state`: the next state and finite metrics. Unless it mutates in place,
+        `state` stays as it is."""
 
     @abstractmethod
     def weights(self, state: Any) -> Pieces:

@@ -255,6 +255,44 @@ async def test_a_base_that_cannot_be_read_halts_instead_of_dropping_one_batch_af
         await perform(found, training(shelf, SAMPLE))
 
 
+class InPlace(Numbers):
+    """One state, in a box that training changes; it dies in the middle of a step when it is told to."""
+
+    mutates_in_place = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.loads, self.dies = 0, False
+
+    def load(self, weights: Path, optimizer: Path | None) -> Any:
+        self.loads += 1
+        return [1]
+
+    def train(self, state: Any, batch: Sequence[Sample], seed: int) -> tuple[Any, dict[str, float]]:
+        state[0] += 1
+        if self.dies:
+            raise ContractError("the step failed half way")
+        return state, {"loss": 0.5}
+
+    def weights(self, state: Any) -> Pieces:
+        return super().weights(state[0])
+
+    def optimizer(self, state: Any) -> bytes:
+        return bytes(state)
+
+
+async def test_what_an_in_place_backend_has_changed_is_nobodys_base_any_more(shelf: Shelf) -> None:
+    """The next job from the same base begins with the base, as it is stored, and not with what was made of it."""
+    found, backend = trainer(shelf), InPlace()
+    found.backend = backend
+    first = await perform(found, training(shelf, SAMPLE))
+    backend.dies = True
+    assert isinstance(await perform(found, training(shelf, SAMPLE)), JobDropped)
+    backend.dies = False
+    again = await perform(found, training(shelf, SAMPLE))
+    assert backend.loads == 3 and again.manifest == first.manifest
+
+
 @pytest.fixture
 def eager() -> Iterator[None]:
     """Threads change places as often as they can."""

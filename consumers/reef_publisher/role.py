@@ -23,27 +23,32 @@ DEAF_S = 2.0  # the loop asks every few hundred ms: after a longer pause this pr
 
 
 class Heartbeats:
-    """Which boots were not heard for too long. Silence counts only while this process could have heard them."""
+    """Which boots were not heard for too long. Silence counts only while this process could have heard them: as long
+    as somebody is heard, be it this process itself, whose own heartbeats come back to it."""
 
     def __init__(self, journal: Journal, lapse_s: float, *, clock: Callable[[], float] = time.monotonic) -> None:
         self.journal = journal
         self.lapse_s = lapse_s
         self.clock = clock
         self._heard: dict[str, float] = {}
-        self._listening = self._asked = clock()
+        self._listening = self._asked = self._anybody = clock()
 
     def hear(self, beat: Beat) -> None:
-        self._heard[str(beat.get("boot"))] = self.clock()
+        self._anybody = self._heard[str(beat.get("boot"))] = self.clock()
 
     def silent(self, boots: Sequence[str]) -> frozenset[str]:
         now = self.clock()
-        if not self.journal.connected() or now - self._asked > DEAF_S:
+        if not self.journal.connected() or now - self._asked > DEAF_S or now - self._anybody > self._quiet_s():
             self._listening = now
         self._asked = now
         for boot in boots:
             self._heard.setdefault(boot, now)
         self._heard = {boot: self._heard[boot] for boot in boots}
         return frozenset(b for b in boots if now - max(self._heard[b], self._listening) > self.lapse_s)
+
+    def _quiet_s(self) -> float:
+        """After so long without anybody's heartbeat, it is the server that stands still, or our connection to it."""
+        return min(DEAF_S, self.lapse_s / 2)
 
 
 class Publisher(Role):

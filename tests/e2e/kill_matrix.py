@@ -26,7 +26,7 @@ from reef_bus.core.invariants import Violation, check
 from reef_bus.runner import blocking
 from tests.e2e import cell as cells
 from tests.e2e.cell import KILL, SIGNALS, Cell, Line
-from tests.e2e.rig import Rig, rig
+from tests.e2e.rig import Kind, Rig, rig
 from tests.e2e.rows import LEADER, ROLES, ROWS, misplaced
 
 OUT = Path("build/kill-matrix.jsonl")
@@ -44,11 +44,14 @@ ONE_STOP = {
     "ComponentLost": "ReadinessWithdrawn",
     "RestartScheduled": "ReadinessWithdrawn",
     "PublicationHaltRequested": "PublicationHalted",
+    "SenderReady/staged": "TargetPersisted/staged",
+    "ReceiverVerified/staged": "ReleaseCommitted/staged",
+    "TransferAborted/staged": "TransferAborted",
     "ScenarioRegistered": "ReleaseCommitted",
 }
 """Rows at which nobody is stopped, and the row that stands for them: both are written within milliseconds, and who is
-stopped for a second or more at the one is stopped at the other, too. (The last two have in common that a head is new
-and no publication is open; a deployment for each stop at the first would cost minutes.) Killed is everybody at both."""
+stopped for a second or more at the one is stopped at the other, too. (At the last two a head is new and
+no publication is open; a deployment for each stop at the first would cost minutes.) Killed is everybody at both."""
 
 
 def left_out(cell: Cell) -> str:
@@ -57,6 +60,8 @@ def left_out(cell: Cell) -> str:
         return "there is no such process yet"
     if ROWS[cell.row].fresh and cell.role == LEADER:
         return "the stream, and with it the leader, is made in that moment"
+    if ROWS[cell.row].staged and cell.role == LEADER:
+        return "the log is the same in both modes"
     if cell.signal != KILL and cell.row in ONE_STOP:
         return f"the stop at {ONE_STOP[cell.row]} is the same"
     return ""
@@ -71,12 +76,13 @@ def matrix() -> list[Cell]:
 
 
 def sample(found: Sequence[Cell], count: int, seed: int) -> list[Cell]:
-    """`count` cells on deployments that are running, a fifth of them (three at least) on the cluster; each part meets
-    every signal, and the first every role."""
-    running = [cell for cell in found if not ROWS[cell.row].fresh]
+    """`count` cells on fenced deployments that are running, a fifth of them (three at least) on the cluster; each part
+    meets every signal, and the first every role."""
+    running = [cell for cell in found if not ROWS[cell.row].fresh and not ROWS[cell.row].staged]
     random.Random(seed).shuffle(running)
     leader = max(3, count // 5)
-    parts = (([c for c in running if not c.cluster], count - leader), ([c for c in running if c.cluster], leader))
+    single, cluster = ([c for c in running if c.kind == kind] for kind in ("single", "cluster"))
+    parts = ((single, count - leader), (cluster, leader))
     return [cell for part, most in parts for cell in _cover(part, most)]
 
 
@@ -107,32 +113,35 @@ class Run:
     async def all(self, found: Sequence[Cell]) -> None:
         """All at once: `lanes` deployments on a server each, which share their cells, and one on a cluster."""
         at_first = deque(cell for cell in found if ROWS[cell.row].fresh)
-        single = deque(cell for cell in found if not cell.cluster and cell not in at_first)
-        cluster = deque(cell for cell in found if cell.cluster)
+        running = [cell for cell in found if cell not in at_first]
+        single, staged, cluster = (deque(c for c in running if c.kind == k) for k in ("single", "staged", "cluster"))
         async with asyncio.TaskGroup() as group:
             for number in range(self.lanes):
-                group.create_task(self._lane(f"single-{number}", single, at_first))
-            group.create_task(self._lane("cluster", cluster, deque()))
+                group.create_task(self._lane(number, single, at_first))
+            group.create_task(self._lane(self.lanes, cluster, staged))
 
-    async def _lane(self, name: str, waiting: deque[Cell], at_first: deque[Cell]) -> None:
-        """A deployment for as many cells as it survives, another for the next; then one for each cell at first."""
-        for count in itertools.count():
-            if not waiting:
-                break
-            await self._deployment(f"{name}-{count}", waiting, fresh=False)
-        while at_first:
-            cell = at_first.popleft()
-            await self._deployment(f"{cell.row}-{cell.role}-{cell.signal}", deque([cell]), fresh=True)
+    async def _lane(self, number: int, waiting: deque[Cell], then: deque[Cell]) -> None:
+        """A deployment for as many cells as it survives, another for the next; the same for those that come then."""
+        for cells_ in (waiting, then):
+            for count in itertools.count():
+                if not cells_:
+                    break
+                await self._next(f"{number}-{count}", cells_)
 
-    async def _deployment(self, name: str, waiting: deque[Cell], fresh: bool) -> None:
+    async def _next(self, name: str, waiting: deque[Cell]) -> None:
+        """One of a beginning has a deployment of its own."""
+        cell = waiting[0]
+        if ROWS[cell.row].fresh:
+            await self._deployment(f"{cell.row}-{cell.role}-{cell.signal}", "single", deque([waiting.popleft()]))
+        else:
+            await self._deployment(f"{cell.kind}-{name}", cell.kind, waiting)
+
+    async def _deployment(self, name: str, kind: Kind, waiting: deque[Cell]) -> None:
         """Cells from `waiting` until there are none, or one fails: what it leaves behind is no place for another."""
-        folder = self.folder / name
+        folder, fresh = self.folder / name, ROWS[waiting[0].row].fresh
         shutil.rmtree(folder, ignore_errors=True)
         batch: list[Line] = []
-        async with (
-            rig(folder, cluster=name.startswith("cluster"), scale=self.scale) as found,
-            contextlib.AsyncExitStack() as stack,
-        ):
+        async with rig(folder, kind, self.scale) as found, contextlib.AsyncExitStack() as stack:
             if not fresh:
                 await found.begin(stack)
                 await found.until("every engine serves", found.whole)
@@ -222,22 +231,22 @@ class Clock:
         self.lanes = lanes
         self.began = time.monotonic()
         self.left = set(plan)
-        self.seconds: dict[tuple[bool, str], list[float]] = defaultdict(list)
+        self.seconds: dict[tuple[Kind, str], list[float]] = defaultdict(list)
         for line in known:
             self.see(line)
 
     def see(self, line: Line) -> None:
         cell = Cell(line.event, line.role, line.signal)
         self.left.discard(cell)
-        self.seconds[cell.cluster, cell.signal].append(line.whole_s or 60.0)
+        self.seconds[cell.kind, cell.signal].append(line.whole_s or 60.0)
 
     def rest_s(self) -> float:
         """Lanes run at once: the longest counts. A cell waits for its event, too."""
-        seconds = {True: 0.0, False: 0.0}
+        seconds = dict.fromkeys(("single", "staged", "cluster"), 0.0)
         for cell in self.left:
-            known = self.seconds.get((cell.cluster, cell.signal))
-            seconds[cell.cluster] += 1.5 + (statistics.fmean(known) if known else 6.0)
-        return max(seconds[True], seconds[False] / self.lanes)
+            known = self.seconds.get((cell.kind, cell.signal))
+            seconds[cell.kind] += 1.5 + (statistics.fmean(known) if known else 6.0)
+        return max(seconds["cluster"] + seconds["staged"], seconds["single"] / self.lanes)
 
     def __str__(self) -> str:
         passed = time.monotonic() - self.began

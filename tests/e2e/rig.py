@@ -14,8 +14,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 
@@ -27,7 +28,7 @@ from reef_bus.core.effects import Deadlines, Restarts
 from reef_bus.core.serving import serving
 from reef_bus.core.world import World, fold
 from reef_bus.embedded import NatsServer, die_with_parent
-from reef_bus.errors import Unavailable
+from reef_bus.errors import ContractError, Unavailable
 from reef_bus.events import ComponentStarted, Draft, OperatorEvent, Recorded, RecoveryResumeRequested
 from reef_bus.jetstream import JetStreamJournal, connect
 from reef_bus.journal import LOG
@@ -41,6 +42,10 @@ UNTIL_S = 120.0
 STOP_S = 20.0
 POLL_S = 0.02
 PROC = Path("/proc")
+
+
+Kind = Literal["single", "staged", "cluster"]
+"""Of a deployment: fenced releases or staged ones on a single server, or fenced ones on a cluster of three."""
 
 
 class Gone(Exception):
@@ -206,7 +211,16 @@ class Rig:
 
     # -- the log
 
+    async def _made(self) -> None:
+        """Until there is a stream to follow: `up` makes it."""
+        while True:
+            with contextlib.suppress(ContractError, Unavailable):
+                await self.journal.head(LOG)
+                return
+            await asyncio.sleep(POLL_S)
+
     async def follow(self) -> None:
+        await self._made()
         async for batch in self.journal.follow(LOG):
             for recorded in batch:
                 if not fold(self.world, recorded):
@@ -315,12 +329,16 @@ def _starter(server: NatsServer) -> Callable[[], subprocess.Popen[bytes]]:
 
 
 @contextlib.asynccontextmanager
-async def rig(folder: Path, *, cluster: bool = False, scale: float = 1.0) -> AsyncIterator[Rig]:
+async def rig(folder: Path, kind: Kind = "single", scale: float = 1.0) -> AsyncIterator[Rig]:
     """Servers that run, and a deployment whose `up` starts with `begin`; everything ends with the context."""
     folder.mkdir(parents=True)
-    nodes = NatsCluster(folder / "nats").nodes if cluster else {"nats": NatsServer(folder / "nats", free_ports(1)[0])}
-    url = ",".join(node.url for node in nodes.values())
-    found = Rig(configuration(folder / "state", url, replicas=len(nodes), scale=scale), nodes)
+    nodes = (
+        NatsCluster(folder / "nats").nodes
+        if kind == "cluster"
+        else {"nats": NatsServer(folder / "nats", free_ports(1)[0])}
+    )
+    config = configuration(folder / "state", [node.url for node in nodes.values()], kind, scale)
+    found = Rig(config, nodes)
     async with contextlib.AsyncExitStack() as stack:
         for name, unit in found.servers.items():
             stack.callback(nodes[name].stop)
@@ -328,24 +346,25 @@ async def rig(folder: Path, *, cluster: bool = False, scale: float = 1.0) -> Asy
         stack.push_async_callback(blocking, found.up.stop)
         for unit in found.servers.values():
             await stack.enter_async_context(found.background(unit.keep()))
-        found.journal = await connect(url, found.config.deployment, "matrix", wait_s=UNTIL_S)
+        found.journal = await connect(config.nats.url, config.deployment, "matrix", wait_s=UNTIL_S)
         stack.push_async_callback(found.journal.close)
-        gateway = f"http://{found.config.gateway.host}:{found.config.gateway.port}"
-        found.client = await stack.enter_async_context(harness(gateway, found.config.model, time.time_ns()))
+        gateway = f"http://{config.gateway.host}:{config.gateway.port}"
+        found.client = await stack.enter_async_context(harness(gateway, config.model, time.time_ns()))
         await stack.enter_async_context(found.background(found.follow()))
         yield found
 
 
-def configuration(folder: Path, url: str, replicas: int, scale: float) -> Config:
+def configuration(folder: Path, urls: Sequence[str], kind: Kind, scale: float) -> Config:
     """A deployment with short deadlines, in a folder of its own; `up` reads it from a file there."""
     folder.mkdir()
+    mode = "staged" if kind == "staged" else "fenced"
     deadlines = {name: seconds * scale for name, seconds in msgspec.structs.asdict(DEADLINES).items()}
     config = Config(
         deployment="matrix",
         state_dir=str(folder),
-        nats=Nats(url=url, replicas=replicas),
+        nats=Nats(url=",".join(urls), replicas=len(urls)),
         gateway=Gateway(port=free_ports(1)[0]),
-        publication=Publication(publishers=2, deadlines=Deadlines(**deadlines)),
+        publication=Publication(publishers=2, deadlines=Deadlines(**deadlines), mode=mode),
         training=Training(groups=2, group_size=4),  # a release per eight answers
         supervision=Restarts(max_restarts=1000, delay_s=0.1),
     )

@@ -37,7 +37,6 @@ NOT_MADE = {
     "ReceiverFailed": "needs a transfer that breaks off in the milliseconds that it takes, or the fault switch, which "
     "strikes at every start of an engine; tests/integration/test_demo.py",
     "EngineLeft": "needs an artifact that was damaged on the disk; unit tests",
-    "EngineStaged": "needs staged mode, and this deployment is fenced",
     "CleanupUnconfirmed": "needs a process that outlives SIGKILL for ten seconds; unit tests",
     "RecoveryHalted": "needs the restart budget, which this run raises",
     "RecoveryResumed": "needs a component that was given up, as RecoveryHalted does",
@@ -52,12 +51,14 @@ Match = Callable[[Recorded, str], bool]
 
 class Row(NamedTuple):
     """`provoke` makes the event happen, over and over until it is cancelled (None: it happens by itself); `match` says
-    which of the events of that name is meant, given the role that is hit. `fresh`: a log holds it once, at first."""
+    which of the events of that name is meant, given the role that is hit. `fresh`: a log holds it once, at first.
+    `staged`: of a deployment in staged mode."""
 
     event: str
     provoke: Provoke | None = None
     match: Match = lambda recorded, role: True
     fresh: bool = False
+    staged: bool = False
 
 
 # -- which one is meant
@@ -208,6 +209,12 @@ ROWS: Mapping[str, Row] = {
     "ReadinessWithdrawn": Row("ReadinessWithdrawn", _end(_another), _ended),
     "ComponentLost": Row("ComponentLost", _end(_another), _ended),
     "RestartScheduled": Row("RestartScheduled", _end(_another), _ended),
+    "TargetPersisted/staged": Row("TargetPersisted", staged=True),
+    "SenderReady/staged": Row("SenderReady", staged=True),
+    "EngineStaged": Row("EngineStaged", match=_own, staged=True),
+    "ReleaseCommitted/staged": Row("ReleaseCommitted", staged=True),
+    "ReceiverVerified/staged": Row("ReceiverVerified", match=_own, staged=True),
+    "TransferAborted/staged": Row("TransferAborted", _abort, staged=True),
 }
 
 
@@ -223,9 +230,11 @@ WAITED_FOR: Mapping[tuple[str, str], tuple[str, str]] = {
     ("engine", "TargetPersisted"): ("fence_s", "the publication waits for it to fence"),
     ("engine", "TargetPersisted/rollback"): ("fence_s", "the publication waits for it to fence"),
     ("engine", "TransferAborted"): ("fence_s", "the next attempt waits for it to fence"),
+    ("engine", "TargetPersisted/staged"): ("verify_s", "the attempt waits for it to stage"),
     ("engine", "SenderReady"): ("verify_s", "the attempt waits for it to receive and verify"),
     ("engine", "EngineFenced"): ("verify_s", "the attempt waits for it to receive and verify"),
     ("trainer", "TargetPersisted"): ("sender_s", "the attempt waits for its offer"),
+    ("trainer", "TargetPersisted/staged"): ("sender_s", "the attempt waits for its offer"),
     ("trainer", "EngineFenced"): ("sender_s", "the attempt waits for its offer"),
     ("trainer", "TransferAborted"): ("sender_s", "the next attempt waits for its offer"),
     ("trainer", "SenderReady"): ("stall_s", "the receivers wait for its bytes"),

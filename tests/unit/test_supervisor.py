@@ -255,6 +255,34 @@ def test_silence_is_not_counted_while_this_process_was_stopped() -> None:
     assert found == frozenset({"e1.1"})
 
 
+def test_silence_of_everybody_is_the_servers_and_excludes_nobody() -> None:
+    """A server that stands still keeps its connections; the first to be heard of it again must not be the only ones."""
+    now = 100.0
+    ear = Heartbeats(MemoryJournal(MemoryStreams()), lapse_s=5.0, clock=lambda: now)
+    for second in range(20):  # from the fourth second on nothing comes through, not even what this process says
+        now += 1.0
+        if second < 4:
+            ear.hear({"boot": "e0.1"})
+            ear.hear({"boot": "me"})
+        assert ear.silent(["e0.1", "e1.1"]) == frozenset()
+    heard = []
+    for _ in range(7):  # it goes on, and with it all but one
+        now += 1.0
+        ear.hear({"boot": "e0.1"})
+        heard.append(ear.silent(["e0.1", "e1.1"]))
+    assert heard[:5] == [frozenset()] * 5 and heard[5:] == [frozenset({"e1.1"})] * 2
+
+
+def test_the_silence_of_every_engine_counts_while_this_process_hears_itself() -> None:
+    now = 100.0
+    ear = Heartbeats(MemoryJournal(MemoryStreams()), lapse_s=5.0, clock=lambda: now)
+    for _ in range(7):
+        now += 1.0
+        ear.hear({"boot": "me"})
+        found = ear.silent(["e0.1", "e1.1"])
+    assert found == frozenset({"e0.1", "e1.1"})
+
+
 # -- the demo's figures
 
 

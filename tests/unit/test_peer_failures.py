@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -484,3 +485,13 @@ async def test_row_67_what_was_not_really_kept_is_no_candidate(shelf: Shelf, mon
     monkeypatch.setattr(shelf.store, "_adopt", lambda draft, final: None)
     with pytest.raises(ReefError, match="no blob at"):
         await perform(found, effect)
+
+
+# -- the page
+
+
+def test_every_test_that_the_page_names_is_there() -> None:
+    root = Path(__file__).parents[2]
+    there = "".join(path.read_text() for path in (root / "tests").rglob("test_*.py"))
+    named = re.findall(r"`(test_\w+[a-z0-9])`", (root / "docs" / "failure-modes.md").read_text())
+    assert named and [name for name in named if f"def {name}(" not in there] == []

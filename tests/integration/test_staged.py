@@ -70,8 +70,13 @@ async def roll_back(found: Live) -> None:
         return now is not None and now.candidate == first.candidate and found.all_serve()
 
     await found.until("the first release's content serves again", back)
-    swaps = [r.event for r in found.events[-8:] if isinstance(r.event, ReceiverVerified)]
-    assert {(swap.method, swap.manifest) for swap in swaps} == {("swapped", first.manifest)}
+    target = next(r.event for r in reversed(found.events) if isinstance(r.event, TargetPersisted) and r.event.request)
+    swaps = [
+        r.event for r in found.events if isinstance(r.event, ReceiverVerified) and r.event.load_id == target.load_id
+    ]
+    assert {(swap.engine, swap.method, swap.manifest) for swap in swaps} == {
+        (engine, "swapped", first.manifest) for engine in found.world.membership.engines
+    }
 
 
 async def test_an_engine_or_the_trainer_dies_in_staged_mode_and_the_deployment_goes_on(tmp_path: Path) -> None:

@@ -411,10 +411,14 @@ def test_row_34_no_version_moves_before_every_member_has_proven_it() -> None:
 # -- steps that never end
 
 
-@pytest.mark.parametrize("length", range(len(TARGETED), len(VERIFIED)))
-def test_row_23_24_33_whoever_goes_silent_at_whatever_step_a_publication_ends(length: int) -> None:
+SILENCES = (*(VERIFIED[:length] for length in range(len(TARGETED), len(VERIFIED))), (*TARGETED, offered(1, "c1")))
+"""At each step of a publication, and where the sender was faster than the engines."""
+
+
+@pytest.mark.parametrize("history", SILENCES)
+def test_row_23_24_33_whoever_goes_silent_at_whatever_step_a_publication_ends(history: tuple[Step, ...]) -> None:
     """Nobody says anything any more: it ends after three attempts at most, each of at most 31 s, and moves nothing."""
-    found = given(*VERIFIED[:length])
+    found = given(*history)
     for _ in range(3):
         (owed,) = facts_of(publisher_debts(found.world, found.now + 31 * SECOND))
         assert isinstance(owed, TransferAborted | PublicationHalted)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from reef_bus.events import (
     CandidateReady,
+    CandidateSelected,
     Event,
     JobStarted,
     LogOpened,
@@ -17,6 +18,7 @@ from reef_bus.events import (
     RollbackRequested,
     ScenarioRegistered,
     TargetPersisted,
+    TrainerJoined,
     TransferAborted,
 )
 
@@ -45,6 +47,9 @@ class Audit:
         self.pending: dict[int, Event] = {}
         self.base: ScenarioRegistered | None = None
         self.ambiguous = False
+        self.in_place: dict[str, bool] = {}  # trainer boots
+        self.selected: set[str] = set()
+        self.started_by = ""
         self.rollback = False
         self.candidate = ""
         self.head = ""
@@ -77,19 +82,22 @@ class Audit:
             self._register(event)
         elif name == "JobAmbiguous":
             self.ambiguous = True
+        elif isinstance(event, TrainerJoined):
+            self.in_place[recorded.boot] = event.mutates_in_place
         elif isinstance(event, JobStarted):
-            assert not self.ambiguous or event.request, "an ambiguous job goes on by itself"
-            self.ambiguous = False
+            self._start(event, recorded.boot)
         elif isinstance(event, CandidateReady):
             self.made[event.candidate] = event
         elif isinstance(event, PublicationRefused) and not event.request:
-            self._end(event.candidate, event.reason)
+            self._refuse(event)
         elif name == "JobDispatched":
             assert not self.job, "two open jobs"
-            self.job = event.job  # type: ignore[attr-defined]
+            self.job, self.started_by = event.job, ""  # type: ignore[attr-defined]
         elif name in ("JobDropped", "JobDiscarded", "CandidateSelected", "CandidateRejected"):
             assert self.job, f"{name} without a job"
             self.job, self.ambiguous = "", False
+            if isinstance(event, CandidateSelected):
+                self.selected.add(event.candidate)
         elif name in ("ReceiverVerified", "ReceiverFailed"):
             key = (recorded.boot, event.publication, event.attempt)  # type: ignore[attr-defined]
             self.words.setdefault(key, event)
@@ -110,6 +118,30 @@ class Audit:
         assert candidate not in self.fates, f"{candidate} was {self.fates[candidate]}, and is {how}"
         if candidate:
             self.fates[candidate] = how
+
+    def _start(self, event: JobStarted, boot: str) -> None:
+        """Who dies in a step in place leaves behind what nobody knows: a person decides before the job goes on."""
+        assert not self.ambiguous or event.request, "an ambiguous job goes on by itself"
+        assert self.ambiguous or not self.in_place.get(self.started_by), f"{self.started_by} may have died in a step"
+        self.ambiguous, self.started_by = False, boot
+
+    def _refuse(self, event: PublicationRefused) -> None:
+        """Only by a candidate that was trained from it is one superseded; and a base is lost that is nowhere ahead."""
+        if event.reason == "superseded":
+            heirs = [name for name, made in self.made.items() if made.base == event.candidate]
+            assert self.selected & set(heirs), f"{event.candidate} is superseded by none that was trained from it"
+        if event.reason == "base_lost":
+            base = self._base(event.candidate)
+            lost = (base == "base" or base in self.fates) and base != self.contents[self.head]
+            assert lost, f"the base of {event.candidate} is not lost"
+        self._end(event.candidate, event.reason)
+
+    def _base(self, candidate: str) -> str:
+        """What it was trained from, or, where that was superseded, what that was trained from."""
+        base = self.made[candidate].base
+        while self.fates.get(base) == "superseded":
+            base = self.made[base].base
+        return base
 
     def _target(self, event: TargetPersisted) -> None:
         number = int(event.load_id.removeprefix(f"{self.incarnation}:"))
@@ -139,10 +171,7 @@ class Audit:
         content = self.made.get(event.candidate) or self.base
         assert content is not None and (event.manifest, event.weights) == (content.manifest, content.weights)
         if not event.request:
-            base = self.made[event.candidate].base
-            while self.fates.get(base) == "superseded":
-                base = self.made[base].base
-            assert base == self.contents[self.head] and event.candidate not in self.fates
+            assert self._base(event.candidate) == self.contents[self.head] and event.candidate not in self.fates
 
     def _commit(self, event: ReleaseCommitted) -> None:
         members = self.attempt[1]

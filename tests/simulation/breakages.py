@@ -12,17 +12,21 @@ import multiprocessing
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from reef_bus.core.effects import Restarts
 from reef_bus.errors import ReefError
+from reef_bus.events import ComponentEvent, ComponentLost, Recorded
 from tests.fleet import wander
+from tests.property.test_recovery_order import LETTERS, in_order
 from tests.simulation import test_histories as histories
-from tests.simulation.deployment import Shape, simulate
+from tests.simulation.deployment import Deployment, Shape, simulate
 from tests.simulation.faults import Faults
 from tests.simulation.patching import Edit, broken
+from tests.spec import SECOND
 
 CATCHES = Path(__file__).with_name("catches.json")
 """By breakage: the first seed that catches it, and what it finds. Written by `--find`."""
@@ -52,6 +56,48 @@ def _raised(function: Callable[..., object], *args: Any) -> str:
         function(*args)
     except (AssertionError, ReefError) as error:
         return str(error) or str(traceback.extract_tb(error.__traceback__)[-1].line)
+    return ""
+
+
+def hasty(seed: int) -> str:
+    """An engine that needs nearly as long as it may to stop, and a publisher that sees everything a second late."""
+
+    def script(deployment: Deployment) -> None:
+        deployment.when("TargetPersisted", lambda: deployment.pause("engine-0", 1.5))
+        deployment.when("TargetPersisted", lambda: setattr(deployment.current("publisher").link, "lag", 1.0))
+
+    found = simulate(seed, Faults(), Shape(jobs=2, thread_s=0.1), script)
+    return found.violation or (
+        "an engine that kept its deadline is given up" if found.events["TransferAborted"] else ""
+    )
+
+
+def supervised(seed: int) -> str:
+    """Processes that crash, and what the log says about each of them: in order, and within the budget of restarts."""
+    kept: list[Deployment] = []
+    found = simulate(seed, Faults(crash=1.5), Shape(jobs=4), kept.append)
+    return found.violation or next(filter(None, map(_wrong_life, _lives(kept[0]))), "")
+
+
+def _lives(deployment: Deployment) -> Iterator[tuple[str, list[Recorded], Restarts]]:
+    """By component: the events about it that count, for every one of them is chained to the one before."""
+    log = [each for each in deployment.truth.log if isinstance(each.event, ComponentEvent)]
+    for name in deployment.roles:
+        yield name, [each for each in log if each.event.component == name], deployment.config.supervision  # type: ignore[attr-defined]
+
+
+def _wrong_life(life: tuple[str, list[Recorded], Restarts]) -> str:
+    name, log, budget = life
+    word = "".join(LETTERS.get(each.name, "") for each in log)
+    if not in_order(word):
+        return f"the events about {name} come in the order {word}"
+    failed: list[int] = []
+    for each in log:
+        failed = [] if each.name == "RecoveryHalted" else failed
+        if isinstance(each.event, ComponentLost) and each.event.exit:
+            failed = [at for at in failed if at > each.time - budget.window_s * SECOND] + [each.time]
+        if each.name == "RestartScheduled" and len(failed) > budget.max_restarts + 1:
+            return f"{name} is started again after {len(failed)} failures within {budget.window_s:g} s"
     return ""
 
 
@@ -87,6 +133,11 @@ RECORDER, ROUTER = "consumers.reef_gateway.recorder:Recorder.", "consumers.reef_
 READERS_BELIEVE = Edit(WORLD + "fold", "        _check(world, recorded)\n", "")
 """No reader checks anything: what is wrong is on the log and counts, and only the judges are left to see it."""
 ALONE = Shape(engines=1)
+RETIRES_NOT = Edit(
+    ENGINE + "engine",
+    "if found is None or found.boot != me.boot:",
+    'if found is None or me.boot not in world.tails[f"engine.{me.id}"].boots:',
+)
 
 BREAKAGES = (
     # -- publishers
@@ -175,12 +226,12 @@ BREAKAGES = (
     ),
     Breakage(
         "superseded-by-a-stranger",
-        "under `publish: latest` any later candidate supersedes an earlier one, also one that was not trained from it",
+        "under `publish: latest` any other candidate supersedes one, also what was not trained from it",
         (
             Edit(
                 PUBLISHER + "_successor",
                 "known[c].base == candidate",
-                "known[c].selected > known[candidate].selected",
+                "c != candidate",
             ),
         ),
         FLEET,
@@ -190,10 +241,14 @@ BREAKAGES = (
         "whoever did not verify where another member did is asked again, and not excluded",
         (
             Edit(
-                PUBLISHER + "_unverified", "return [m for m in members if m not in verified] if verified else []", "return []"
+                PUBLISHER + "_unverified",
+                "return [m for m in members if m not in verified] if verified else []",
+                "return []",
             ),
         ),
-        history(histories.test_an_excluded_engine_that_finishes_after_all_counts_for_nothing_and_serves_only_as_another_boot),
+        history(
+            histories.test_an_excluded_engine_that_finishes_after_all_counts_for_nothing_and_serves_only_as_another_boot
+        ),
     ),
     Breakage(
         "attempts-without-end",
@@ -214,12 +269,21 @@ BREAKAGES = (
         "judged-on-a-stale-fold",
         "a deadline is judged before the stream's head was read",
         (Edit(RUNNER + "_append", "if debt.at_head:", "if False:"),),
-        history(histories.test_a_publisher_that_is_behind_targets_aborts_and_judges_nothing_wrongly, "TargetPersisted"),
+        hasty,
     ),
     Breakage(
         "silence-ignored",
         "an engine whose heartbeats stopped is not excluded",
         (Edit(HEARTBEATS + "silent", "self._asked = now", "return frozenset()"),),
+    ),
+    Breakage(
+        "dead-engine-waited-for",
+        "an engine that stopped is neither missed by its heartbeats nor by the deadline of its fence",
+        (
+            Edit(HEARTBEATS + "silent", "self._asked = now", "return frozenset()"),
+            Edit(PUBLISHER + "_verdict", "if unfenced and now >", "if False and now >"),
+        ),
+        history(histories.test_one_dead_engine_costs_one_attempt_and_not_every_candidate),
     ),
     # -- people
     Breakage(
@@ -346,23 +410,41 @@ BREAKAGES = (
     Breakage(
         "dead-attempts-count",
         "what closes an attempt that is over closes whatever is open",
-        (Edit(VOID + "_attempt_is_open", "return \"\" if ok else", 'return "" if True else'),),
+        (Edit(VOID + "_attempt_is_open", 'return "" if ok else', 'return "" if True else'),),
     ),
     # -- the loop
     Breakage(
         "ack-is-success",
         "an acknowledged append is taken to count, unseen",
-        (Edit(RUNNER + "_try", "stored = (await self.journal.append(draft, prev)).seq", "return bool(await self.journal.append(draft, prev))"),),
+        (
+            Edit(
+                RUNNER + "_try",
+                "stored = (await self.journal.append(draft, prev)).seq",
+                "return bool(await self.journal.append(draft, prev))",
+            ),
+        ),
     ),
     Breakage(
         "unknown-is-yes",
         "an append without an answer is taken to be stored",
-        (Edit(RUNNER + "_try", "# It may be stored, or be stored yet: with the same prev it is the same event, so looking is enough.", "return True"),),
+        (
+            Edit(
+                RUNNER + "_try",
+                "# It may be stored, or be stored yet: with the same prev it is the same event, so looking is enough.",
+                "return True",
+            ),
+        ),
     ),
     Breakage(
         "conflict-is-success",
         "an append that conflicted is taken to have been stored before",
-        (Edit(RUNNER + "_try", "except Conflict:\n        stored = await self._head()", "except Conflict:\n        return True"),),
+        (
+            Edit(
+                RUNNER + "_try",
+                "except Conflict:\n        stored = await self._head()",
+                "except Conflict:\n        return True",
+            ),
+        ),
     ),
     Breakage(
         "said-again-when-it-landed-late",
@@ -374,7 +456,7 @@ BREAKAGES = (
         "performed-again",
         "an effect whose fact did not get through is performed again, and not only said again",
         (Edit(RUNNER + "_write", "await asyncio.sleep(0.01)", "await self._drop([debt.key])"),),
-        under(Shape(noisy=True), lost=0.3, late=0.3, lost_ack=0.3),
+        under(Shape(noisy=True, eager=True, jobs=4), late=0.5),
     ),
     Breakage(
         "asked-before-the-replay",
@@ -403,9 +485,14 @@ BREAKAGES = (
         "trust-survives-a-fence",
         "what an engine proved before its fence counts after a halt, too",
         (
-            Edit("reef_bus.core.membership:_fence", "engine.fenced, engine.verified = recorded.seq, None", "engine.fenced = recorded.seq"),
+            Edit(
+                "reef_bus.core.membership:_fence",
+                "engine.fenced, engine.verified = recorded.seq, None",
+                "engine.fenced = recorded.seq",
+            ),
             Edit(AGENT + "may_generate", " and self.proven == head.manifest", ""),
         ),
+        under(Shape(jobs=2), slow=0.9),
     ),
     Breakage(
         "excluded-serves",
@@ -420,12 +507,13 @@ BREAKAGES = (
     ),
     Breakage(
         "ingress-outlives-its-attempt",
-        "a transfer goes on when its attempt is over, and nobody waits for its end",
+        "a transfer goes on when its attempt is over: nobody ends it, waits for its end, or closes its source",
         (
+            Edit("consumers.reef_trainer.role:Trainer._offer", "scope.push_async_callback(offer.close)", "pass"),
             Edit(RUNNER + "_drop", "task.cancel()", "pass"),
             Edit(AGENT + "_receive", "async with self.ingress, self.memory:", "if True:"),
         ),
-        under(slow=0.5, stuck=0.2, crash=1.0),
+        under(Shape(jobs=2), slow=0.9),
     ),
     Breakage(
         "hash-kept-over-a-write",
@@ -466,7 +554,17 @@ BREAKAGES = (
     Breakage(
         "replaced-boot-goes-on",
         "a boot whose engine id joined again by another does not retire",
-        (Edit(ENGINE + "engine", "if found is None or found.boot != me.boot:", "if found is None:"),),
+        (RETIRES_NOT,),
+        under(twin=1.0),
+    ),
+    Breakage(
+        "replaced-boot-goes-on-and-counts",
+        "the same, its words count, and an engine trusts the log alone for what it holds",
+        (
+            RETIRES_NOT,
+            Edit(VOID + "_why_boot", "if not tail.boots or tail.boots[-1] != recorded.boot:", "if False:"),
+            Edit(AGENT + "may_generate", " and self.proven == head.manifest", ""),
+        ),
         under(twin=1.0),
     ),
     Breakage(
@@ -510,13 +608,13 @@ BREAKAGES = (
                 'return _debt("clean-up", name, component, CleanUp(name))',
             ),
         ),
-        under(crash=0.5),
+        supervised,
     ),
     Breakage(
         "restarts-not-counted",
         "what fails again and again is started again and again",
         (Edit(RECOVERY + "_lost", "if len(recent) <= restarts.max_restarts:", "if True:"),),
-        under(Shape(jobs=4), crash=1.5),
+        supervised,
     ),
 )
 
@@ -573,7 +671,11 @@ def search(names: list[str], seeds: int) -> dict[str, Catch]:
     kept = known() if CATCHES.exists() else {}
     with multiprocessing.get_context("fork").Pool(WORKERS) as pool:
         for name, catch in pool.imap_unordered(_find, [(name, seeds) for name in names]):
-            print(f"{name:40} {f'{catch.seed:4} {catch.violation}' if catch else 'not caught'}", file=sys.stderr, flush=True)
+            print(
+                f"{name:40} {f'{catch.seed:4} {catch.violation}' if catch else 'not caught'}",
+                file=sys.stderr,
+                flush=True,
+            )
             kept.pop(name, None)
             if catch:
                 kept[name] = catch

@@ -119,7 +119,9 @@ def _changes(function: ast.FunctionDef, node: Node) -> Iterator[Change]:
         for number in range(len(node.values)):
             yield "drop a clause", lambda number=number: node.values.pop(number)  # type: ignore[misc]
     if isinstance(node, ast.Compare):
-        yield from ((f"swap {type(op).__name__}", _put(node.ops, n, SWAPPED[type(op)]())) for n, op in enumerate(node.ops))
+        yield from (
+            (f"swap {type(op).__name__}", _put(node.ops, n, SWAPPED[type(op)]())) for n, op in enumerate(node.ops)
+        )
     if isinstance(node, ast.Return) and node.value is not None:
         yield "return nothing", lambda: setattr(node, "value", _empty(function))
     if isinstance(node, ast.Constant) and type(node.value) is int:
@@ -291,7 +293,9 @@ def _table(verdicts: list[Verdict]) -> str:
     lines.append(f"{len(verdicts)} mutants: {dict(total)}")
     for each in verdicts:
         if not each.by:
-            lines.append(f"\nsurvived: {each.mutant.path}, line {each.mutant.line}: {each.mutant.kind}\n{each.mutant.diff}")
+            lines.append(
+                f"\nsurvived: {each.mutant.path}, line {each.mutant.line}: {each.mutant.kind}\n{each.mutant.diff}"
+            )
     return "\n".join(lines)
 
 

@@ -5,6 +5,8 @@ Knows: the invariants of protocol.md section 8. Must not know: worlds, debts, or
 
 from __future__ import annotations
 
+import re
+
 from reef_bus.events import (
     CandidateReady,
     CandidateSelected,
@@ -32,6 +34,18 @@ ANSWERS = {
     "RecoveryResumeRequested": ("RecoveryResumed", "RequestRefused"),
 }
 """By which events a request may end."""
+
+LETTERS = {
+    **{"ComponentStarted": "S", "ReadinessPublished": "P", "ReadinessWithdrawn": "W", "ComponentLost": "L"},
+    **{"CleanupUnconfirmed": "U", "RestartScheduled": "R", "RecoveryHalted": "H", "RecoveryResumed": "M"},
+}
+ORDER = re.compile(r"(SP?Wu*LH?R)*(SP?(Wu*(U|LH?)?)?)?")
+
+
+def in_order(word: str) -> bool:
+    """A clean-up that was not confirmed needs a person before anything else; other answers to people come when they
+    come, as a request may meet a supervisor that was faster."""
+    return bool(ORDER.fullmatch(word.replace("UM", "u").replace("M", "")))
 
 
 class Audit:

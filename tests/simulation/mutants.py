@@ -1,7 +1,7 @@
 """Does anything notice? The core changed in one small place at a time, against its unit tests and then the simulation.
 
-Knows: syntax. Must not know: what any function is for. A mutant that nothing notices is a missing test, or is equivalent:
-then it is as right as what it replaces, and a person says why.
+Knows: syntax. Must not know: what any function is for. A mutant that nothing notices is a missing test, or is
+equivalent: then it is as right as what it replaces, and a person says why.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from typing import Any, NamedTuple
 import pytest
 from _pytest.runner import runtestprotocol
 
-from tests.simulation.breakages import DRAWN, FLEET
 from tests.simulation.patching import compiled, found
+from tests.simulation.searches import DRAWN, FLEET
 
 ROOT = Path(__file__).parents[2]
 CORE = ROOT / "reef_bus" / "core"

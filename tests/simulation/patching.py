@@ -1,12 +1,12 @@
-"""Changing one function of the real code for a while: its source with a piece replaced, compiled into the same function.
+"""Changing a function of the real code for a while: its source with a piece replaced, compiled into the same function.
 
-Knows: functions and their source. Must not know: why anything is changed. Whoever imported the function, or keeps it in a
-table, has the changed one: the function stays the same object, only its code is another.
+Knows: functions and their source. Must not know: why anything is changed. Whoever imported the function, or keeps it in
+a table, has the changed one: the function stays the same object, only its code is another.
 """
 
 from __future__ import annotations
+import __future__ as future
 
-import __future__
 import contextlib
 import importlib
 import inspect
@@ -41,7 +41,7 @@ def source(function: Function) -> str:
 
 def compiled(text: str, function: Function) -> CodeType:
     """The code of the one function that `text` defines, as its module would have it."""
-    flags = __future__.annotations.compiler_flag
+    flags = future.annotations.compiler_flag
     module = compile(text, str(inspect.getsourcefile(function)), "exec", flags=flags, dont_inherit=True)
     code = next(constant for constant in module.co_consts if isinstance(constant, CodeType))
     assert code.co_freevars == function.__code__.co_freevars, f"{function.__qualname__} is a closure"

@@ -9,9 +9,10 @@ import pytest
 
 from reef_bus.core.void import Tail, why_void
 from tests import facts
-from tests.simulation.breakages import BREAKAGES, Breakage, attempt, known
+from tests.simulation.breakages import BREAKAGES, attempt, known
 from tests.simulation.mutants import CORE, coded, mutants
 from tests.simulation.patching import Edit, broken, changed
+from tests.simulation.searches import Breakage
 from tests.spec import Scribe, chained_to
 
 CAUGHT = [each for each in BREAKAGES if not each.shielded]

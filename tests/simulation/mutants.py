@@ -143,7 +143,7 @@ def _dropped(node: Node) -> Iterator[Change]:
         block = getattr(node, field, None)
         for number, statement in enumerate(block if isinstance(block, list) else []):
             if _acts(statement):
-                yield "drop a statement", _put(block, number, ast.Pass())  # type: ignore[arg-type]
+                yield f"drop {ast.unparse(statement)}"[:60], _put(block, number, ast.Pass())  # type: ignore[arg-type]
 
 
 def _acts(statement: ast.stmt) -> bool:

@@ -30,7 +30,7 @@ from tests.simulation.searches import DRAWN, FLEET
 ROOT = Path(__file__).parents[2]
 CORE = ROOT / "reef_bus" / "core"
 NAMES = (
-    *("world", "void", "reactions", "serving", "requests", "rollback", "base_chain", "ambiguity", "recovery"),
+    *("ids", "world", "void", "reactions", "serving", "requests", "rollback", "base_chain", "ambiguity", "recovery"),
     *("staged", "records", "invariants", "start"),
 )
 UNITS = [str(path) for name in NAMES for path in sorted((ROOT / "tests" / "unit").glob(f"test_{name}*.py"))]

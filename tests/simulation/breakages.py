@@ -22,7 +22,7 @@ from tests.simulation.wrong_decisions import DECISIONS
 BREAKAGES = (*DECISIONS, *CONDUCT)
 CATCHES = Path(__file__).with_name("catches.json")
 """By breakage: the first seed that catches it, and what it finds. Written by `--find`."""
-WORKERS, SEEDS, SEED_S = 2, 400, 10.0
+WORKERS, SEEDS, SEED_S, WIDE = 2, 400, 10.0, 110
 
 
 class Catch(NamedTuple):
@@ -119,10 +119,16 @@ def _report(rows: list[tuple[Breakage, Catch | None]]) -> list[dict[str, object]
     ]
 
 
+def _short(violation: str) -> str:
+    """Without who says it: the table is about what is said."""
+    said = violation.rpartition("contradicts the log: ")[2].partition(". Stop and look")[0]
+    return said if len(said) <= WIDE else said[:WIDE].rpartition(" ")[0] + " …"
+
+
 def _table(rows: list[tuple[Breakage, Catch | None]]) -> str:
     lines = ["| breakage | what is not so any more | seed | what is found |", "|---|---|---|---|"]
     for each, catch in rows:
-        found = (str(catch.seed), catch.violation) if catch else ("–", each.shielded or "NOT CAUGHT")
+        found = (str(catch.seed), _short(catch.violation)) if catch else ("–", each.shielded or "NOT CAUGHT")
         lines.append(f"| `{each.name}` | {each.breaks} | {found[0]} | {found[1]} |")
     return "\n".join(lines)
 

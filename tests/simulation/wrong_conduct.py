@@ -39,7 +39,7 @@ CONDUCT = (
         "silence-ignored",
         "an engine whose heartbeats stopped is not excluded",
         (Edit(HEARTBEATS + "silent", "self._asked = now", "return frozenset()"),),
-        shielded="a member that hangs misses the deadline of its fence: see `dead-engine-waited-for`, without both",
+        shielded="a member that hangs misses the deadline of its fence: see `dead-engine-waited-for`, without both; a unit test of the publisher's ear holds it",
     ),
     Breakage(
         "dead-engine-waited-for",
@@ -216,7 +216,7 @@ CONDUCT = (
         "receiver-compares-nothing",
         "a receiver reports whatever it holds, and leaves it to others to compare",
         (Edit(AGENT + "_receive", "if found.digest != effect.manifest:", "if False:"),),
-        shielded="publishers and every reader compare the digest that it reports: see `receiver-and-readers- "
+        shielded="publishers and every reader compare the digest that it reports: see `receiver-and-readers-"
         "compare-nothing`; a unit test of the agent holds it",
     ),
     Breakage(

@@ -39,7 +39,8 @@ CONDUCT = (
         "silence-ignored",
         "an engine whose heartbeats stopped is not excluded",
         (Edit(HEARTBEATS + "silent", "self._asked = now", "return frozenset()"),),
-        shielded="a member that hangs misses the deadline of its fence: see `dead-engine-waited-for`, without both; a unit test of the publisher's ear holds it",
+        shielded="a member that hangs misses the deadline of its fence: see `dead-engine-waited-for`, without both; "
+        "a unit test of the publisher's ear holds it",
     ),
     Breakage(
         "dead-engine-waited-for",

@@ -149,6 +149,12 @@ def test_a_request_about_something_unknown_is_dead_when_it_arrives(kind: Kind) -
     assert history.when(found).then(counts, serving("e0", "e1")).requests == {}
 
 
+def test_a_refusal_says_what_was_asked_and_what_is() -> None:
+    (found,) = answers(given(*SERVING, retire_asked("e7", on=42)), len(SERVING) + 1)
+    assert isinstance(found, RequestRefused)
+    assert found.detail == f"EngineRetireRequested of e7.1 on {L(42)}; the head is {L(0)}"
+
+
 @EVERY
 def test_a_request_that_was_decided_on_another_head_is_refused(kind: Kind) -> None:
     """Section 3: a request for a head that has moved is refused, whatever it is about."""

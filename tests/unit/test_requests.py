@@ -149,6 +149,14 @@ def test_a_request_about_something_unknown_is_dead_when_it_arrives(kind: Kind) -
     assert history.when(found).then(counts, serving("e0", "e1")).requests == {}
 
 
+@EVERY
+def test_a_request_about_something_else_than_what_is_there_is_dead_too(kind: Kind) -> None:
+    """Where one of its kind could be met: another candidate is held, another job or publication is open."""
+    reason = "unknown_release" if kind.answer is TargetPersisted else kind.reason
+    other = msgspec.structs.replace(kind.unknown, head=kind.request.head)
+    assert refuses(given(*kind.able, other), len(kind.able) + 1)[1] == reason
+
+
 def test_a_refusal_says_what_was_asked_and_what_is() -> None:
     (found,) = answers(given(*SERVING, retire_asked("e7", on=42)), len(SERVING) + 1)
     assert isinstance(found, RequestRefused)

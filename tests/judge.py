@@ -53,6 +53,9 @@ class Audit:
 
     def __init__(self) -> None:
         self.incarnation = ""
+        self.in_place: dict[str, bool] = {}  # trainer boots
+        self.selected: set[str] = set()
+        self.started_by = ""
         self.committed: dict[str, str] = {}
         self.contents: dict[str, str] = {}
         self.named: dict[str, str] = {}
@@ -61,9 +64,6 @@ class Audit:
         self.pending: dict[int, Event] = {}
         self.base: ScenarioRegistered | None = None
         self.ambiguous = False
-        self.in_place: dict[str, bool] = {}  # trainer boots
-        self.selected: set[str] = set()
-        self.started_by = ""
         self.rollback = False
         self.candidate = ""
         self.head = ""
@@ -90,6 +90,8 @@ class Audit:
             self.pending[recorded.seq] = event
         if request := getattr(event, "request", 0):
             self._answer(recorded, self.pending.pop(request, None))
+        if isinstance(event, CandidateSelected):
+            self.selected.add(event.candidate)
         if isinstance(event, LogOpened):
             self.incarnation = event.incarnation
         elif isinstance(event, ScenarioRegistered):
@@ -110,8 +112,6 @@ class Audit:
         elif name in ("JobDropped", "JobDiscarded", "CandidateSelected", "CandidateRejected"):
             assert self.job, f"{name} without a job"
             self.job, self.ambiguous = "", False
-            if isinstance(event, CandidateSelected):
-                self.selected.add(event.candidate)
         elif name in ("ReceiverVerified", "ReceiverFailed"):
             key = (recorded.boot, event.publication, event.attempt)  # type: ignore[attr-defined]
             self.words.setdefault(key, event)

@@ -771,3 +771,10 @@ def test_an_answer_that_is_missing_from_records_is_named_by_what_follows_it() ->
     play = clean()
     del play.records[1]
     assert "RECORDS goes on at 3; expected 2" in [violation.text for violation in play.audit().violations]
+
+
+def test_an_answer_of_a_replaced_boot_is_told_whose_turn_it_was() -> None:
+    play = clean()
+    generates_as_a_replaced_boot(play)
+    texts = [violation.text for violation in play.audit().violations]
+    assert any("boot e1.1" in text and text.endswith("the engine's boot was e1.2") for text in texts), texts

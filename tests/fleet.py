@@ -307,3 +307,33 @@ class Fleet:
         idle = world.publications.open is None and world.training.job is None and world.training.scenario != ""
         answered = not world.requests and not self.audit.pending
         return ended and idle and answered and all(may_generate(world, e.name, e.boot) for e in self.engines)
+
+
+def wander(seed: int, steps: int = 500) -> Fleet:
+    """A deployment that goes whatever way the seed says, and is then let come to its end. Raises what must not be."""
+    chance = random.Random(seed)
+    publish = "latest" if seed & 2 else "every"
+    fleet = Fleet("cluster" if seed & 1 else "single", publish=publish, in_place=bool(seed & 4), hold=bool(seed & 8))
+    for _ in range(steps):
+        actor = chance.choice(fleet.actors)
+        fleet.catch_up(actor, chance.choice([1, 3, 99]))
+        fleet.act(actor, chance.choice(FAULTS) if chance.random() < 0.3 else "none")
+        _befall(fleet, chance)
+        fleet.check()
+    fleet.settle(seed=seed)
+    return fleet
+
+
+def _befall(fleet: Fleet, chance: random.Random) -> None:
+    if chance.random() < 0.02:
+        fleet.crash(chance.choice(fleet.actors))
+    if chance.random() < 0.05:
+        fleet.die_in_step()
+    if chance.random() < 0.1:
+        fleet.land()
+    if chance.random() < 0.02:
+        fleet.wait(chance.choice([1, 11, 31]))
+    if chance.random() < 0.03:
+        fleet.ask(chance.choice(REQUESTS), chance)
+    if chance.random() < 0.2:
+        fleet.decide(chance)

@@ -5,8 +5,11 @@ Knows: the invariants of protocol.md section 8. Must not know: worlds, debts, or
 
 from __future__ import annotations
 
+import re
+
 from reef_bus.events import (
     CandidateReady,
+    CandidateSelected,
     Event,
     JobStarted,
     LogOpened,
@@ -17,6 +20,7 @@ from reef_bus.events import (
     RollbackRequested,
     ScenarioRegistered,
     TargetPersisted,
+    TrainerJoined,
     TransferAborted,
 )
 
@@ -31,12 +35,27 @@ ANSWERS = {
 }
 """By which events a request may end."""
 
+LETTERS = {
+    **{"ComponentStarted": "S", "ReadinessPublished": "P", "ReadinessWithdrawn": "W", "ComponentLost": "L"},
+    **{"CleanupUnconfirmed": "U", "RestartScheduled": "R", "RecoveryHalted": "H", "RecoveryResumed": "M"},
+}
+ORDER = re.compile(r"(SP?Wu*LH?R)*(SP?(Wu*(U|LH?)?)?)?")
+
+
+def in_order(word: str) -> bool:
+    """A clean-up that was not confirmed needs a person before anything else; other answers to people come when they
+    come, as a request may meet a supervisor that was faster."""
+    return bool(ORDER.fullmatch(word.replace("UM", "u").replace("M", "")))
+
 
 class Audit:
     """The invariants of protocol.md section 8, from the events alone: no fold, no world."""
 
     def __init__(self) -> None:
         self.incarnation = ""
+        self.in_place: dict[str, bool] = {}  # trainer boots
+        self.selected: set[str] = set()
+        self.started_by = ""
         self.committed: dict[str, str] = {}
         self.contents: dict[str, str] = {}
         self.named: dict[str, str] = {}
@@ -71,22 +90,25 @@ class Audit:
             self.pending[recorded.seq] = event
         if request := getattr(event, "request", 0):
             self._answer(recorded, self.pending.pop(request, None))
+        if isinstance(event, CandidateSelected):
+            self.selected.add(event.candidate)
         if isinstance(event, LogOpened):
             self.incarnation = event.incarnation
         elif isinstance(event, ScenarioRegistered):
             self._register(event)
         elif name == "JobAmbiguous":
             self.ambiguous = True
+        elif isinstance(event, TrainerJoined):
+            self.in_place[recorded.boot] = event.mutates_in_place
         elif isinstance(event, JobStarted):
-            assert not self.ambiguous or event.request, "an ambiguous job goes on by itself"
-            self.ambiguous = False
+            self._start(event, recorded.boot)
         elif isinstance(event, CandidateReady):
             self.made[event.candidate] = event
         elif isinstance(event, PublicationRefused) and not event.request:
-            self._end(event.candidate, event.reason)
+            self._refuse(event)
         elif name == "JobDispatched":
             assert not self.job, "two open jobs"
-            self.job = event.job  # type: ignore[attr-defined]
+            self.job, self.started_by = event.job, ""  # type: ignore[attr-defined]
         elif name in ("JobDropped", "JobDiscarded", "CandidateSelected", "CandidateRejected"):
             assert self.job, f"{name} without a job"
             self.job, self.ambiguous = "", False
@@ -110,6 +132,30 @@ class Audit:
         assert candidate not in self.fates, f"{candidate} was {self.fates[candidate]}, and is {how}"
         if candidate:
             self.fates[candidate] = how
+
+    def _start(self, event: JobStarted, boot: str) -> None:
+        """Who dies in a step in place leaves behind what nobody knows: a person decides before the job goes on."""
+        assert not self.ambiguous or event.request, "an ambiguous job goes on by itself"
+        assert self.ambiguous or not self.in_place.get(self.started_by), f"{self.started_by} may have died in a step"
+        self.ambiguous, self.started_by = False, boot
+
+    def _refuse(self, event: PublicationRefused) -> None:
+        """Only by a candidate that was trained from it is one superseded; and a base is lost that is nowhere ahead."""
+        if event.reason == "superseded":
+            heirs = [name for name, made in self.made.items() if made.base == event.candidate]
+            assert self.selected & set(heirs), f"{event.candidate} is superseded by none that was trained from it"
+        if event.reason == "base_lost":
+            base = self._base(event.candidate)
+            lost = (base == "base" or base in self.fates) and base != self.contents[self.head]
+            assert lost, f"the base of {event.candidate} is not lost"
+        self._end(event.candidate, event.reason)
+
+    def _base(self, candidate: str) -> str:
+        """What it was trained from, or, where that was superseded, what that was trained from."""
+        base = self.made[candidate].base
+        while self.fates.get(base) == "superseded":
+            base = self.made[base].base
+        return base
 
     def _target(self, event: TargetPersisted) -> None:
         number = int(event.load_id.removeprefix(f"{self.incarnation}:"))
@@ -139,10 +185,7 @@ class Audit:
         content = self.made.get(event.candidate) or self.base
         assert content is not None and (event.manifest, event.weights) == (content.manifest, content.weights)
         if not event.request:
-            base = self.made[event.candidate].base
-            while self.fates.get(base) == "superseded":
-                base = self.made[base].base
-            assert base == self.contents[self.head] and event.candidate not in self.fates
+            assert self._base(event.candidate) == self.contents[self.head] and event.candidate not in self.fates
 
     def _commit(self, event: ReleaseCommitted) -> None:
         members = self.attempt[1]

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from tests.fleet import FAULTS, REQUESTS, Fault, Fleet, Request
+from tests.fleet import FAULTS, REQUESTS, Fault, Fleet, Request, wander
 
 ACTORS = st.integers(0, 5)
 ENGINES = st.integers(0, 2)
@@ -118,25 +118,5 @@ def test_without_faults_everything_is_released() -> None:
 @pytest.mark.parametrize("seed", range(16))
 def test_long_runs_with_faults_end_well(seed: int) -> None:
     """Every choice of a deployment twice."""
-    chance = random.Random(seed)
-    publish = "latest" if seed & 2 else "every"
-    fleet = Fleet("cluster" if seed & 1 else "single", publish=publish, in_place=bool(seed & 4), hold=bool(seed & 8))
-    for _ in range(500):
-        actor = chance.choice(fleet.actors)
-        fleet.catch_up(actor, chance.choice([1, 3, 99]))
-        fleet.act(actor, chance.choice(FAULTS) if chance.random() < 0.3 else "none")
-        if chance.random() < 0.02:
-            fleet.crash(chance.choice(fleet.actors))
-        if chance.random() < 0.05:
-            fleet.die_in_step()
-        if chance.random() < 0.1:
-            fleet.land()
-        if chance.random() < 0.02:
-            fleet.wait(chance.choice([1, 11, 31]))
-        if chance.random() < 0.03:
-            fleet.ask(chance.choice(REQUESTS), chance)
-        if chance.random() < 0.2:
-            fleet.decide(chance)
-        fleet.check()
-    fleet.settle(seed=seed)
+    fleet = wander(seed)
     assert len(fleet.truth.publications.releases) > 1, "the run released nothing: it tests nothing"

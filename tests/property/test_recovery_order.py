@@ -5,8 +5,6 @@ Knows: what can happen to processes, and the one order that a log may show. Must
 
 from __future__ import annotations
 
-import re
-
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -24,21 +22,11 @@ from reef_bus.events import (
     RecoveryResumeRequested,
 )
 from tests import facts
+from tests.judge import LETTERS, in_order
 from tests.spec import MILLI, SECOND, Scribe
 
 RESTARTS = Restarts(max_restarts=1, window_s=3600.0, delay_s=1.0, grace_s=2.0)
 ROLES = {"e0": "engine", "gateway": "gateway"}
-LETTERS = {
-    **{"ComponentStarted": "S", "ReadinessPublished": "P", "ReadinessWithdrawn": "W", "ComponentLost": "L"},
-    **{"CleanupUnconfirmed": "U", "RestartScheduled": "R", "RecoveryHalted": "H", "RecoveryResumed": "M"},
-}
-ORDER = re.compile(r"(SP?Wu*LH?R)*(SP?(Wu*(U|LH?)?)?)?")
-
-
-def in_order(word: str) -> bool:
-    """A clean-up that was not confirmed needs a person before anything else; other answers to people come when they
-    come, as a request may meet a supervisor that was faster."""
-    return bool(ORDER.fullmatch(word.replace("UM", "u").replace("M", "")))
 
 
 class Process:

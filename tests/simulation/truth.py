@@ -5,6 +5,8 @@ Knows: everything that the simulation knows. Must not know: why anybody decided 
 
 from __future__ import annotations
 
+import traceback
+
 from reef_bus.artifacts import ArtifactStore
 from reef_bus.audit import _batches
 from reef_bus.backends import Generated
@@ -57,7 +59,8 @@ class Truth:
             try:
                 self.audit.saw(recorded)
             except AssertionError as error:
-                raise Violation(f"event {recorded.seq} {recorded.name} must not be: {error}") from error
+                why = str(error) or traceback.extract_tb(error.__traceback__)[-1].line
+                raise Violation(f"event {recorded.seq} {recorded.name} must not be: {why}") from error
             self._enter(recorded)
         return void
 

@@ -755,3 +755,26 @@ def test_a_fold_that_a_void_event_moves_breaks_invariant_11(monkeypatch: pytest.
     found = Play(*SERVING, chained_to(1, holds("e1", 0, "base"))).audit().violations
     assert [(violation.invariant, violation.sequences) for violation in found] == [(11, (8,))]
     assert "membership" in found[0].text
+
+
+def test_a_record_that_is_consumed_twice_is_named_with_both_places() -> None:
+    play = clean()
+    own, other = play.consumed("job-c2").records, play.consumed("job-c1").records
+    play.edit_batch("job-c2", records=(own[0], own[0], other[0], *own[3:]))
+    found = " ".join(violation.text for violation in play.audit().violations)
+    assert f"consumes record {own[0][0]} at {own[0][1]}, named twice in its batch" in found
+    first = play.find("JobDispatched")
+    assert f"{other[0][0]} at {other[0][1]}, which the job at LOG {first} had consumed" in found
+
+
+def test_an_answer_that_is_missing_from_records_is_named_by_what_follows_it() -> None:
+    play = clean()
+    del play.records[1]
+    assert "RECORDS goes on at 3; expected 2" in [violation.text for violation in play.audit().violations]
+
+
+def test_an_answer_of_a_replaced_boot_is_told_whose_turn_it_was() -> None:
+    play = clean()
+    generates_as_a_replaced_boot(play)
+    texts = [violation.text for violation in play.audit().violations]
+    assert any("boot e1.1" in text and text.endswith("the engine's boot was e1.2") for text in texts), texts

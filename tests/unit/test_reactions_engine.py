@@ -194,3 +194,7 @@ def test_a_dead_trainers_ticket_is_not_tried() -> None:
     late = (*TARGETED, fenced("e0", 1), offered(1, "c1"), by("t2", trainer_joined()), fenced("e1", 1))
     assert nothing(*late)
     assert isinstance(owed(*late, by("t2", offered(1, "c1"))), Receive)
+
+
+def test_a_join_reacts_to_the_event_that_opened_the_log() -> None:
+    assert [debt.cause for debt in engine_debts(given(opened()).world, "e0")] == [1]

@@ -265,6 +265,7 @@ def test_a_receiver_at_7_that_stays_silent_is_guilty_where_another_verified() ->
 def test_where_none_verified_nobody_is_excluded() -> None:
     event = aborts(*READY, after_s=30.1)
     assert (event.reason, event.excluded, event.members) == ("verify_deadline", (), (E0, E1))
+    assert event.detail == "e0 (e0.1), e1 (e1.1) did not verify within 30 s"
     event = aborts(*READY, failed("e0", 1), failed("e1", 1))
     assert (event.reason, event.excluded, event.members) == ("receiver_failed", (), (E0, E1))
 
@@ -336,12 +337,22 @@ def test_with_nobody_left_a_new_boot_may_come_until_the_deadline() -> None:
     assert aborts(*gone, by("e0.2", joined("e0"))).members == (m("e0", 2),)
 
 
+def test_that_nobody_came_is_judged_at_the_head_whatever_ended_the_attempt() -> None:
+    (halt,) = debts(given(*TARGETED, excluded("e0"), excluded("e1")), after_s=30.1)
+    assert halt.at_head
+
+
+def test_after_the_last_attempt_nobody_is_waited_for() -> None:
+    assert isinstance(owes(*attempt(3), excluded("e0"), excluded("e1")), PublicationHalted)
+
+
 def test_a_process_that_ended_is_no_member_any_more_and_nobody_waits_for_its_restart() -> None:
     lost = ComponentLost(component="e1", exit=-9)
     event = aborts(*TARGETED, lost)
     assert (event.reason, event.excluded, event.members) == ("member_lost", (E1,), (E0,))
     out, aimed = (debt.effect for debt in debts(given(*SELECTED, lost)))
-    assert isinstance(out, Append) and isinstance(out.event, EngineExcluded) and out.event.boot == E1.boot
+    assert isinstance(out, Append) and isinstance(out.event, EngineExcluded)
+    assert (out.event.boot, out.event.reason) == (E1.boot, "its process ended")
     assert isinstance(aimed, Append) and isinstance(aimed.event, TargetPersisted) and aimed.event.members == (E0,)
     event = owes(*SELECTED, lost, by("e1.2", joined("e1")))
     assert isinstance(event, TargetPersisted) and event.members == (E0, m("e1", 2))
@@ -403,6 +414,7 @@ def test_a_silent_boot_is_excluded_once() -> None:
     """Section 6: the publisher that misses the heartbeats writes EngineExcluded."""
     event = owes(*SERVING, silent=("e1.1",))
     assert isinstance(event, EngineExcluded) and (event.engine, event.boot) == ("e1", "e1.1")
+    assert event.reason == "its heartbeats stopped"
     assert owes(*SERVING, excluded("e1"), silent=("e1.1",)) is None
     assert owes(*SERVING, by("e1.2", joined("e1")), silent=("e1.1",)) is None
 

@@ -361,3 +361,14 @@ def test_a_log_without_readiness_reads_as_it_did() -> None:
     component = world.components["c"]
     assert (component.running, component.starts, component.ended, len(component.lost)) == (False, 2, 5, 2)
     assert owed(up(), lost(), up(2), lost(1)) == scheduled(2, 2.0)
+
+
+def test_a_boot_whose_component_is_withdrawn_is_counted_on_no_more() -> None:
+    assert given(opened(), up(), published("b1")).world.components["c"].published == "b1"
+    assert given(opened(), up(), published("b1"), withdrawn()).world.components["c"].published == ""
+
+
+def test_when_a_person_resumes_after_an_unconfirmed_clean_up_the_budget_begins_anew() -> None:
+    """Three failures before, one after: the fourth would be one too many."""
+    stuck = (*failures(3), scheduled(3, 4.0), up(4), withdrawn(), unconfirmed(77))
+    assert owed(*stuck, asked(), resumed(17), lost()) == scheduled(1, 1.0)

@@ -150,6 +150,20 @@ def test_a_request_about_something_unknown_is_dead_when_it_arrives(kind: Kind) -
 
 
 @EVERY
+def test_a_request_about_something_else_than_what_is_there_is_dead_too(kind: Kind) -> None:
+    """Where one of its kind could be met: another candidate is held, another job or publication is open."""
+    reason = "unknown_release" if kind.answer is TargetPersisted else kind.reason
+    other = msgspec.structs.replace(kind.unknown, head=kind.request.head)
+    assert refuses(given(*kind.able, other), len(kind.able) + 1)[1] == reason
+
+
+def test_a_refusal_says_what_was_asked_and_what_is() -> None:
+    (found,) = answers(given(*SERVING, retire_asked("e7", on=42)), len(SERVING) + 1)
+    assert isinstance(found, RequestRefused)
+    assert found.detail == f"EngineRetireRequested of e7.1 on {L(42)}; the head is {L(0)}"
+
+
+@EVERY
 def test_a_request_that_was_decided_on_another_head_is_refused(kind: Kind) -> None:
     """Section 3: a request for a head that has moved is refused, whatever it is about."""
     stale = msgspec.structs.replace(kind.request, head=L(42))

@@ -229,6 +229,32 @@ async def test_an_accepted_but_void_append_is_not_a_success(streams: MemoryStrea
     assert found.world.void >= 1
 
 
+class Blind(MemoryJournal):
+    """Once, somebody's other filter slips in before our append, and the broker compares ours with what was before."""
+
+    slipped = False
+
+    async def append(self, draft: Draft, prev: int) -> Stored:
+        if not self.slipped and draft.writer.startswith("supervisor/"):
+            self.slipped = True
+            await put(self, ComponentStarted(component="another", pid=2, starts=1))
+            self.streams.tails["deployment"] = prev
+        return await super().append(draft, prev)
+
+
+async def test_an_acknowledged_append_that_is_void_is_made_again(streams: MemoryStreams) -> None:
+    journal = Blind(streams)
+    await put(journal, opened())
+
+    async def work(debt: Debt, scope: Any) -> Event:
+        return began(1)
+
+    async with running(journal, Scripted(once, work)) as found:
+        await until(lambda: starts(found.world) == 1)
+        await quiet()
+    assert names(streams) == ["LogOpened", *["ComponentStarted"] * 3] and found.world.void == 1
+
+
 async def test_a_bare_fact_is_what_is_owed_now(streams: MemoryStreams) -> None:
     """A key outlives what it was first seen with: a target whose members changed before it could be appended, an abort
     that blames somebody who has answered since. What is appended is today's judgement (protocol.md 1.3)."""

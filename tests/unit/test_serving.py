@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 
 from reef_bus.core.effects import Fence, Retire, VerifyHead
-from reef_bus.core.serving import may_generate
+from reef_bus.core.serving import may_generate, owes_head
 from tests.facts import (
     E0,
     E1,
@@ -157,3 +157,12 @@ def test_the_debt_has_one_key_per_reason_and_a_new_one_after_a_failed_try() -> N
 
 def test_selection_alone_changes_nothing_that_serves() -> None:
     given(*SERVING, *trained("c1")[:-1]).when(selected("c1")).then(serving("e0", "e1"), head("inc:0"))
+
+
+def test_under_a_fence_no_proof_of_the_head_is_owed() -> None:
+    def owes(*history: Step) -> int:
+        world = given(*history).world
+        return owes_head(world, world.membership.engines["e0"])
+
+    assert owes(*TARGETED, fenced("e0", 1)) == 0
+    assert owes(*TARGETED, fenced("e0", 1), halted(1)) == len(TARGETED) + 2

@@ -378,3 +378,11 @@ def test_an_error_names_its_sequence() -> None:
     with pytest.raises(ContractError) as caught:
         fold(history.world, recorded)
     assert caught.value.seq == recorded.seq == 13
+
+
+def test_a_target_forgets_what_was_said_about_older_publications() -> None:
+    first = (*SERVING, *trained("c1"), *released(1, "c1", E0, E1))
+    said = given(*first).world.membership
+    assert len(said.reports) == len(said.fences) == 2
+    forgotten = given(*first, *trained("c2", "c1", 2), target(2, "c2", E0, E1)).world.membership
+    assert (forgotten.reports, forgotten.fences) == ({}, {})

@@ -1,0 +1,111 @@
+"""Where a breakage is looked for: simulated deployments, the smaller machine, scripted histories; each by seeds.
+
+Knows: how each is run, and what it says when something is wrong. Must not know: what is broken.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, NamedTuple
+
+from reef_bus.core.effects import Restarts
+from reef_bus.errors import ReefError
+from reef_bus.events import ComponentEvent, ComponentLost, Recorded
+from tests.fleet import wander
+from tests.judge import LETTERS, in_order
+from tests.simulation.deployment import Deployment, Shape, simulate
+from tests.simulation.faults import Faults
+from tests.simulation.patching import Edit
+from tests.spec import SECOND
+
+Search = Callable[[int], str]
+"""What a seed finds: a violation, or an empty string."""
+
+
+def simulated(faults: Faults | None, shape: Shape | None, seed: int) -> str:
+    return simulate(seed, faults, shape).violation
+
+
+def roamed(seed: int) -> str:
+    """The smaller machine, with people who ask for things, trainers in place, and `publish: latest`."""
+    return _raised(wander, seed)
+
+
+def told(history: Callable[..., None], args: tuple[Any, ...], seed: int) -> str:
+    """A scripted history, and what it expects of the log."""
+    return _raised(history, seed, *args)
+
+
+def _raised(function: Callable[..., object], *args: Any) -> str:
+    """What it says is wrong: its message, or the assertion itself."""
+    try:
+        function(*args)
+    except (AssertionError, ReefError) as error:
+        return str(error) or str(traceback.extract_tb(error.__traceback__)[-1].line)
+    return ""
+
+
+def hasty(seed: int) -> str:
+    """An engine that needs nearly as long as it may to stop, and a publisher that sees everything a second late."""
+
+    def script(deployment: Deployment) -> None:
+        deployment.when("TargetPersisted", lambda: deployment.pause("engine-0", 1.5))
+        deployment.when("TargetPersisted", lambda: setattr(deployment.current("publisher").link, "lag", 1.0))
+
+    found = simulate(seed, Faults(), Shape(jobs=2, thread_s=0.1), script)
+    return found.violation or (
+        "an engine that kept its deadline is given up" if found.events["TransferAborted"] else ""
+    )
+
+
+def supervised(seed: int) -> str:
+    """Processes that crash, and what the log says about each of them: in order, and within the budget of restarts."""
+    kept: list[Deployment] = []
+    found = simulate(seed, Faults(crash=1.5), Shape(jobs=4), kept.append)
+    return found.violation or next(filter(None, map(_wrong_life, _lives(kept[0]))), "")
+
+
+def _lives(deployment: Deployment) -> Iterator[tuple[str, list[Recorded], Restarts]]:
+    """By component: the events about it that count, for every one of them is chained to the one before."""
+    log = [each for each in deployment.truth.log if isinstance(each.event, ComponentEvent)]
+    for name in deployment.roles:
+        yield name, [each for each in log if each.event.component == name], deployment.config.supervision  # type: ignore[attr-defined]
+
+
+def _wrong_life(life: tuple[str, list[Recorded], Restarts]) -> str:
+    name, log, budget = life
+    word = "".join(LETTERS.get(each.name, "") for each in log)
+    if not in_order(word):
+        return f"the events about {name} come in the order {word}"
+    failed: list[int] = []
+    for each in log:
+        failed = [] if each.name == "RecoveryHalted" else failed
+        if isinstance(each.event, ComponentLost) and each.event.exit:
+            failed = [at for at in failed if at > each.time - budget.window_s * SECOND] + [each.time]
+        if each.name == "RestartScheduled" and len(failed) > budget.max_restarts + 1:
+            return f"{name} is started again after {len(failed)} failures within {budget.window_s:g} s"
+    return ""
+
+
+def under(shape: Shape | None = None, **rates: float) -> Search:
+    return partial(simulated, Faults(**rates), shape)
+
+
+def history(of: Callable[..., None], *args: Any) -> Search:
+    return partial(told, of, args)
+
+
+DRAWN: Search = partial(simulated, None, None)
+FLEET: Search = roamed
+
+
+class Breakage(NamedTuple):
+    """`breaks` says what is not so any more. `shielded`: no seed catches it, and this is why."""
+
+    name: str
+    breaks: str
+    edits: tuple[Edit, ...]
+    where: Search = DRAWN
+    shielded: str = ""

@@ -43,7 +43,7 @@ from tests.simulation.loop import Loop, Process
 STORE = Path("artifacts")
 SIGKILL = -9
 WAIT_S = 2.0
-TICK_S = 0.5
+TICK_S = BEAT_S = 1.0
 
 
 class Machines:
@@ -128,7 +128,7 @@ class Boot(Process):
         async with contextlib.AsyncExitStack() as stack:
             await self.journal.connect(WAIT_S)
             self.role = await BUILD[self.machines.roles[self.component]](self, stack)
-            self.runner = Runner(self.journal, self.role, clock=self.wall, tick_s=TICK_S)
+            self.runner = Runner(self.journal, self.role, clock=self.wall, tick_s=TICK_S, beat_s=BEAT_S)
             await self.runner.run()
 
     def end(self, status: int) -> None:

@@ -34,7 +34,7 @@ from tests.spec import SECOND
 FAULTS_S = 25.0
 SETTLED_S = 120.0
 """Faults may fall for so long; after they stop, everything must have come to its end within so long."""
-DEADLINES = Deadlines(fence_s=2.0, sender_s=2.0, stall_s=1.0, verify_s=2.0, heartbeat_s=1.6)
+DEADLINES = Deadlines(fence_s=2.0, sender_s=2.0, stall_s=1.0, verify_s=2.0, heartbeat_s=2.5)
 GC_EVERY = 50
 
 
@@ -136,13 +136,19 @@ class Deployment(Machines):
             self.cues = [cue for cue in self.cues if cue[0] != recorded.name or not cue[1](recorded)]
 
     def _after_step(self, process: Process | None) -> None:
-        if process is not None and process.agent is not None and process.exit is None:  # type: ignore[attr-defined]
-            try:
-                self.truth.check_engine(process)
-            except Violation as violation:
-                self._violate(str(violation))
+        agent = getattr(process, "agent", None)
+        if agent is not None and agent.open.is_set():
+            self._check(process)
         if self.nemesis.active:
             self.nemesis.step()
+
+    def _check(self, process: Process | None) -> None:
+        assert isinstance(process, Boot)
+        try:
+            if process.exit is None:
+                self.truth.check_engine(process)
+        except Violation as violation:
+            self._violate(str(violation))
 
     def _violate(self, text: str) -> None:
         if not self.violation:

@@ -19,6 +19,7 @@ from tests.simulation.boots import Boot, Machines
 from tests.simulation.truth import Truth
 
 PATIENCE_S = 5.0
+IDLE_S = 0.3  # between two looks at what the deployment has, once it has enough
 
 Request = Callable[[Boot], Coroutine[Any, Any, Any]]
 
@@ -33,7 +34,7 @@ class Harness:
     def __init__(self, machines: Machines, truth: Truth, name: str, *, eager: bool) -> None:
         """It makes `enough` groups for the next job from the present head; more would only make the run slow."""
         self.machines, self.truth, self.name = machines, truth, name
-        self.groups, self.enough, self.pace_s = 0, 4 if eager else 2, 0.03 if eager else 0.2
+        self.groups, self.enough, self.pace_s = 0, 3 if eager else 1, 0.03 if eager else 0.2
 
     async def run(self) -> None:
         last, since = ("", 0), 0
@@ -43,7 +44,8 @@ class Harness:
             last, since = (last, since) if now == last else (now, 0)
             if since < self.enough and await self._group():
                 since += 1
-            await asyncio.sleep(self.pace_s * (0.3 + self.machines.chance.random() * 1.5))
+            patience = self.pace_s if since < self.enough else IDLE_S
+            await asyncio.sleep(patience * (0.3 + self.machines.chance.random() * 1.5))
 
     async def _group(self) -> bool:
         """Two answers to one prompt and a report on each. Whatever fails, fails: the next group is another one."""

@@ -22,7 +22,7 @@ from reef_bus.events import (
     ScenarioRegistered,
 )
 from reef_bus.journal import LOG
-from tests.fleet import Audit
+from tests.judge import Audit
 from tests.simulation.boots import STORE, Boot
 from tests.simulation.hands import Registry
 

@@ -13,31 +13,33 @@ from dataclasses import dataclass, replace
 
 from reef_bus.events import CATALOGUE
 
-STRIKES = ("crash", "stop", "pause", "partition", "outage", "lag", "silence", "skew", "twin")
-"""Fall upon a process between two of its steps."""
+STRIKES = ("crash", "stop", "pause", "partition", "outage", "lag", "silence", "skew", "twin", "remain")
+"""Fall upon a process between two of its steps. `remain`: it ends, and something of it cannot be ended for a while."""
 APPENDS = ("lost", "lost_ack", "late", "misspelt", "duplicate")
 """Fall upon an append on its way to the broker or back."""
 TRANSFERS = ("slow", "stuck", "corrupt", "skip", "swap", "late_bytes")
 """Fall upon one receiver of an attempt. `skip` and `swap` are receivers that lie about what they loaded."""
-HANDS = ("reject", "drop", "no_room", "no_artifact", "repeat")
-"""Fall upon what a role does: a decision against, a batch that cannot be trained, memory, an artifact that is away; a
-harness that says everything twice."""
+HANDS = ("reject", "drop", "no_room", "no_artifact", "no_swap", "repeat")
+"""Fall upon what a role does: a decision against, a batch that cannot be trained, memory, an artifact that is away, a
+second copy that cannot be swapped in; a harness that says everything twice."""
 KINDS = (*STRIKES, *APPENDS, *TRANSFERS, *HANDS)
 
+EVENTS = tuple(name for name, event in CATALOGUE.items() if event.family != "record")
+REQUESTS = tuple(name for name, event in CATALOGUE.items() if event.family == "operator")
+
 RARE = (
-    *("RecoveryHalted", "JobDropped", "CandidateRejected", "SenderFailed", "TrainerRestored"),
-    *("PublicationRefused", "PublicationHalted", "ReceiverFailed", "EngineLeft", "EngineExcluded"),
+    *("RecoveryHalted", "RecoveryResumed", "CleanupUnconfirmed", "JobDropped", "JobAmbiguous", "JobDiscarded"),
+    *("CandidateRejected", "SenderFailed", "TrainerRestored", "PublicationRefused", "PublicationHalted"),
+    *("ReceiverFailed", "EngineLeft", "EngineExcluded", "RequestRefused", "EngineStaged", *REQUESTS),
 )
 """Events that most runs never see; strikes lie in wait for them."""
-
-EVENTS = tuple(name for name, event in CATALOGUE.items() if event.family != "record")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Faults:
     """0 is off. Strikes: per thousand scheduler steps; the rest: of the occasions, a part between 0 and 1.
 
-    `aims` are strikes that wait for an event: (kind, event name), each once.
+    `aims` are strikes and appends that wait for an event: (kind, event name), each once.
     """
 
     crash: float = 0.0
@@ -49,6 +51,7 @@ class Faults:
     silence: float = 0.0
     skew: float = 0.0
     twin: float = 0.0
+    remain: float = 0.0
     lost: float = 0.0
     lost_ack: float = 0.0
     late: float = 0.0
@@ -64,6 +67,7 @@ class Faults:
     drop: float = 0.0
     no_room: float = 0.0
     no_artifact: float = 0.0
+    no_swap: float = 0.0
     repeat: float = 0.0
     aims: tuple[tuple[str, str], ...] = ()
 
@@ -72,9 +76,13 @@ class Faults:
         """A seed's own subset."""
         rates = {kind: _rate(kind, chance) for kind in KINDS if chance.random() < (0.4 if kind in HANDS else 0.25)}
         aims = tuple(
-            (chance.choice(STRIKES), chance.choice(chance.choice((RARE, EVENTS)))) for _ in range(chance.randrange(7))
+            aim(chance, chance.choice((RARE, EVENTS))) for _ in range(chance.randrange(7))
         )
         return replace(cls(aims=aims), **rates)
+
+
+def aim(chance: random.Random, events: tuple[str, ...]) -> tuple[str, str]:
+    return chance.choice((*STRIKES, *APPENDS)), chance.choice(events)
 
 
 def _rate(kind: str, chance: random.Random) -> float:
@@ -89,7 +97,7 @@ class Nemesis:
     def __init__(self, faults: Faults, chance: random.Random, tell: Callable[[str], None]) -> None:
         self.faults, self.chance, self.tell = faults, chance, tell
         self.hits: Counter[tuple[str, str]] = Counter()
-        self.orders: list[tuple[str, str]] = []  # (occasion, kind): scripts order what is else drawn
+        self.orders: list[tuple[str, str]] = []  # (occasion, or "" for any append; kind): what is else drawn
         self.last = ""
         self.active = True
         self.strike: Callable[[str], str] = lambda kind: ""
@@ -104,7 +112,10 @@ class Nemesis:
         self.last = event
         for aim in [aim for aim in self._aims if aim[1] == event]:
             self._aims.remove(aim)
-            self._due.append((self.chance.randrange(6), aim[0]))
+            if aim[0] in APPENDS:
+                self.orders.append(("", aim[0]))
+            else:
+                self._due.append((self.chance.randrange(6), aim[0]))
 
     def step(self) -> None:
         """Between two steps of anybody."""
@@ -133,7 +144,7 @@ class Nemesis:
     def falls_upon(self, occasion: str, kinds: tuple[str, ...]) -> str:
         """What was ordered for that occasion (an event's append, or `receive`), else what is drawn of `kinds`."""
         for order in self.orders:
-            if order[0] == occasion:
+            if order[0] == occasion or (kinds is APPENDS and not order[0]):
                 self.orders.remove(order)
                 self.hit(order[1])
                 return order[1]

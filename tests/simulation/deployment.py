@@ -73,6 +73,7 @@ class Deployment(Machines):
         self.faults, self.shape = faults or drawn[0], shape or drawn[1]
         if faults is None:
             asked = tuple(aim(chance, (kind,)) for kind, _ in self.shape.asks)
+            asked += (("crash", "JobStarted"), aim(chance, ("JobAmbiguous",))) if self.shape.in_place else ()
             self.faults = replace(self.faults, aims=(*self.faults.aims, *asked))
         self.loop = Loop(chance, shuffle=self.shape.shuffle, thread_s=self.shape.thread_s)
         self.nemesis = Nemesis(self.faults, chance, self.tell)
@@ -102,7 +103,7 @@ class Deployment(Machines):
             return
         if stream == LOG:
             if not void:
-                self.nemesis.saw(recorded.name)
+                self.nemesis.saw(recorded.name, recorded.boot)
                 if self.nemesis.active:
                     self.person.saw(recorded)
             said = f"{recorded.seq:3} {recorded.name:20} {recorded.boot:14} {recorded.id[:8]}"
@@ -248,14 +249,15 @@ class Deployment(Machines):
 
     # -- strikes
 
-    def _strike(self, kind: str) -> str:
-        """Carry a strike out; returns upon whom, or nothing if there was nobody to strike."""
+    def _strike(self, kind: str, whom: str) -> str:
+        """Carry a strike out, upon that boot if it can be; returns upon whom, or nothing if there was nobody to strike."""
         if kind == "outage":
             return self._outage()
         boots = [b for b in self.running() if not b.stopped and (b.component != "supervisor" or kind != "stop")]
         if not boots:
             return ""
-        boot = self.chance.choice(boots)
+        wanted = [boot for boot in boots if boot.name == whom]
+        boot = self.chance.choice(wanted or boots)
         return str(getattr(self, f"_{kind}")(boot))
 
     def _after(self, seconds: float, what: Any, *args: Any) -> None:

@@ -79,7 +79,7 @@ class Process:
 class Handle:
     """A callback that is due, or will be. As asyncio's own, without what nobody here asks: it is half of every step."""
 
-    __slots__ = ("callback", "args", "context", "process", "dead", "when_")
+    __slots__ = ("args", "callback", "context", "dead", "process", "when_")
 
     def __init__(self, callback: Callable[..., Any], args: tuple[Any, ...], context: Any, when: float) -> None:
         self.callback, self.args, self.when_, self.dead = callback, args, when, False

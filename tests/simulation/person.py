@@ -129,4 +129,5 @@ class Person(Process):
         yield from ((RecoveryResumeRequested, name) for name, c in list(world.components.items()) if c.given_up)
 
     def _asked(self, about: str) -> bool:
-        return any(about == getattr(event, FIELDS[type(event)]) for event in self.truth.audit.pending.values())
+        """And it may still be met: whoever asked too soon asks again, answered or not."""
+        return any(about == asked.about and not asked.refused for asked in self.truth.world.requests.values())

@@ -83,7 +83,8 @@ class Shape:
 
 def _asks(chance: random.Random) -> tuple[tuple[str, str], ...]:
     return tuple(
-        (chance.choice(REQUESTS), chance.choice(chance.choice((APT, RARE, EVENTS)))) for _ in range(1 + chance.randrange(5))
+        (chance.choice(REQUESTS), chance.choice(chance.choice((APT, RARE, EVENTS))))
+        for _ in range(1 + chance.randrange(5))
     )
 
 

@@ -45,6 +45,7 @@ from tests.simulation.shape import Shape
 
 STORE = Path("artifacts")
 SIGKILL = -9
+PATIENCE_S = 1.0  # for which a supervisor's clean-up waits, in no time here
 STRAY = 10_000  # added to a process's pid: that of what it left behind
 WAIT_S = 2.0
 TICK_S = BEAT_S = 1.0
@@ -223,7 +224,7 @@ BUILD: dict[str, Callable[[Boot, contextlib.AsyncExitStack], Awaitable[Role]]] =
 
 
 class Kid:
-    """A simulated process as its supervisor sees it: what `consumers.reef_supervisor.processes.Child` is of a real one."""
+    """A simulated process as its supervisor sees it: what `reef_supervisor.processes.Child` is of a real one."""
 
     def __init__(self, process: Boot) -> None:
         self.process, self.pid = process, process.pid
@@ -238,7 +239,7 @@ class Kid:
 
     def end(self, seconds: float) -> tuple[int, ...]:
         self.process.kill()
-        self.reaped = not self.process.remains()
+        self.reaped = self.process.loop.now + PATIENCE_S > self.process.remains_until
         return () if self.reaped else (self.pid + STRAY,)
 
 

@@ -250,7 +250,7 @@ class Deployment(Machines):
     # -- strikes
 
     def _strike(self, kind: str, whom: str) -> str:
-        """Carry a strike out, upon that boot if it can be; returns upon whom, or nothing if there was nobody to strike."""
+        """Carry a strike out, upon that boot if it can be; returns upon whom, or nothing if nobody was there."""
         if kind == "outage":
             return self._outage()
         boots = [b for b in self.running() if not b.stopped and (b.component != "supervisor" or kind != "stop")]
@@ -277,7 +277,7 @@ class Deployment(Machines):
         """Its main process ends; a child of it hangs in the kernel."""
         if boot.component == "supervisor":
             return ""
-        seconds = 1 + self.chance.random() * 9
+        seconds = 1 + self.chance.random() * 5
         boot.remains_until = self.loop.now + seconds
         boot.kill()
         return f"{boot.name} for {seconds:.1f} s"

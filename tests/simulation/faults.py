@@ -128,7 +128,7 @@ class Nemesis:
             self._fall_due(self._ambushes.pop(), boot)
 
     def _fall_due(self, kind: str, boot: str) -> None:
-        """Upon the next append, whoever's; or soon upon somebody, who is as likely as not whom the kind lay in wait for."""
+        """Upon the next append, whoever's; or soon upon a process, as likely as not the one that was waited for."""
         if kind in APPENDS:
             self.orders.append(("", kind))
         else:

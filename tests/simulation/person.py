@@ -27,7 +27,7 @@ from tests.simulation.broker import Connection, Link
 from tests.simulation.loop import Process
 from tests.simulation.truth import Truth
 
-LOOKS_S = 0.8
+LOOKS_S = 1.6
 AGAIN_S = 0.4
 NOWHERE = "nowhere"
 
@@ -114,7 +114,7 @@ class Person(Process):
     async def live(self) -> None:
         """Look after what waits for a person, one thing after the other."""
         while True:
-            await asyncio.sleep(LOOKS_S * (0.5 + self.machines.chance.random()))
+            await asyncio.sleep(LOOKS_S * (0.3 + self.machines.chance.random()))
             for kind, about in self._waiting():
                 if not self._asked(about):
                     await self.put(kind, about, self.head())

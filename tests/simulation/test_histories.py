@@ -178,13 +178,13 @@ def test_the_next_candidate_is_selected_before_its_base_is_committed_and_both_ar
     """Every publication is held up: a member needs long to stop."""
 
     def script(d: Deployment) -> None:
-        for n in (1, 2, 3):
+        for n in range(1, 7):
             d.when("TargetPersisted", lambda: d.pause("engine-0", 1.6), nth=n)
 
-    run = Run(seed, script, Shape(eager=True, thread_s=0.05))
+    run = Run(seed, script, Shape(eager=True, jobs=6))
     selected, committed = run.all(CandidateSelected), run.all(ReleaseCommitted)
     assert any(later.seq < release.seq for later, release in zip(selected[1:], committed, strict=False))
-    assert ended(run.outcome) == {"committed": 3}
+    assert ended(run.outcome) == {"committed": 6}
 
 
 # -- rollbacks

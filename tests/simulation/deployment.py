@@ -114,8 +114,10 @@ class Deployment(Machines):
         agent = getattr(process, "agent", None)
         if agent is not None and agent.open.is_set():
             self._check(process)
-        if self.nemesis.active:
-            self.nemesis.step()
+        nemesis = self.nemesis
+        nemesis.left -= 1
+        if nemesis.active and (nemesis.left <= 0 or nemesis.due):
+            nemesis.step()
 
     def _check(self, process: Process | None) -> None:
         assert isinstance(process, Boot)
@@ -343,7 +345,8 @@ def simulate(
     """Run one seed to its end. `faults` and `shape` instead of the seed's own; `prepare` gets the deployment before it
     begins."""
     before = logging.root.manager.disable
-    logging.disable(logging.CRITICAL)
+    if before < logging.CRITICAL:  # to say it again would cost a look at every logger
+        logging.disable(logging.CRITICAL)
     gc.disable()
     try:
         with tempfile.TemporaryDirectory(dir="/dev/shm") as folder, contextlib.chdir(folder):
@@ -351,7 +354,8 @@ def simulate(
             prepare(found)
             return _simulate(seed, found)
     finally:
-        logging.disable(before)
+        if before < logging.CRITICAL:
+            logging.disable(before)
         gc.enable()
         if seed % GC_EVERY == 0:
             gc.collect()

@@ -113,8 +113,8 @@ class Nemesis:
         self._total = sum(self._weights.values()) / 1000
         self._aims = list(faults.aims)
         self._ambushes = list(faults.ambushes)
-        self._due: list[tuple[int, str, str]] = []
-        self._left = self._draw()
+        self.due: list[tuple[int, str, str]] = []
+        self.left = self._draw()
 
     def saw(self, event: str, boot: str) -> None:
         """LOG's last event is another one now, written by that boot."""
@@ -132,19 +132,18 @@ class Nemesis:
         if kind in APPENDS:
             self.orders.append(("", kind))
         else:
-            self._due.append((self.chance.randrange(6), kind, boot if self.chance.random() < 0.5 else ""))
+            self.due.append((self.chance.randrange(6), kind, boot if self.chance.random() < 0.5 else ""))
 
     def step(self) -> None:
-        """Between two steps of anybody."""
-        self._left -= 1
-        if self._left <= 0:
-            self._left = self._draw()
+        """Between two steps of anybody, when something is due: `left` counts the steps until the next strike."""
+        if self.left <= 0:
+            self.left = self._draw()
             self._strike(self.chance.choices(list(self._weights), list(self._weights.values()))[0])
-        if self._due:
-            due, self._due = self._due, []
+        if self.due:
+            due, self.due = self.due, []
             for steps, kind, whom in due:
                 if steps:
-                    self._due.append((steps - 1, kind, whom))
+                    self.due.append((steps - 1, kind, whom))
                 else:
                     self._strike(kind, whom)
 

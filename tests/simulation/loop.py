@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
-import heapq
 import itertools
 import random
 from collections import deque
 from collections.abc import Callable, Coroutine
+from heapq import heappop, heappush
 from typing import Any
 
 MOST_STEPS = 200_000
@@ -107,7 +107,7 @@ class Loop(asyncio.BaseEventLoop):
         """`thread_s`: how long a blocking call takes, and how long its result needs back to the loop; on average."""
         super().__init__()
         self.chance, self.shuffle, self.thread_s = chance, shuffle, thread_s
-        self.now, self.steps, self._steps_now = 0.0, 0, 0
+        self.now, self.steps, self._steps_until = 0.0, 0, MOST_STEPS
         self.ready: deque[Handle] = deque()
         self.timers: list[tuple[float, int, Handle]] = []
         self.tasks: list[asyncio.Task[Any]] = []  # all, so that what was killed is never collected, closed, cleaned up
@@ -131,47 +131,44 @@ class Loop(asyncio.BaseEventLoop):
 
     def call_at(self, when: float, callback: Callable[..., Any], *args: Any, context: Any = None) -> Handle:  # type: ignore[override]
         handle = Handle(callback, args, context, when)
-        heapq.heappush(self.timers, (when, next(self._set), handle))
+        heappush(self.timers, (when, next(self._set), handle))
         return handle
 
     def call_later(self, delay: float, callback: Callable[..., Any], *args: Any, context: Any = None) -> Handle:  # type: ignore[override]
         return self.call_at(self.now + delay, callback, *args, context=context)
 
     def _run_once(self) -> None:
+        """Every step until somebody stops the loop; one function, because it is called for nothing else."""
         ready, timers = self.ready, self.timers
         while not self._stopping:  # type: ignore[attr-defined]
             if not ready:
                 self._jump()
             while timers and timers[0][0] <= self.now:
-                ready.append(heapq.heappop(timers)[2])
+                ready.append(heappop(timers)[2])
             handle = ready.popleft() if len(ready) == 1 else self._pick(ready)
-            if not handle.dead:
-                self._step(handle)
-
-    def _step(self, handle: Handle) -> None:
-        process = handle.process
-        if process is not None and (process.dead or process.stopped) and not self._burying:
-            process.held.append(handle)
-            return
-        try:
-            handle.context.run(handle.callback, *handle.args)
-        except Exception as error:
-            self.call_exception_handler({"message": f"in {handle.callback!r}", "exception": error})
-        self.steps += 1
-        self._steps_now += 1
-        if self._steps_now > MOST_STEPS:
-            said = f"{MOST_STEPS} steps at {self.now:.6f} s, the last of {process and process.name}"
-            raise Stuck(f"{said}: {handle.callback!r}")
-        self.after_step(process)
+            process = handle.process
+            if handle.dead:
+                continue
+            if process is not None and (process.dead or process.stopped) and not self._burying:
+                process.held.append(handle)
+                continue
+            try:
+                handle.context.run(handle.callback, *handle.args)
+            except Exception as error:
+                self.call_exception_handler({"message": f"in {handle.callback!r}", "exception": error})
+            self.steps += 1
+            if self.steps > self._steps_until:
+                raise Stuck(f"{MOST_STEPS} steps at {self.now:.6f} s, the last: {handle.callback!r}")
+            self.after_step(process)
 
     def _jump(self) -> None:
         timers = self.timers
         while timers and timers[0][2].dead:
-            heapq.heappop(timers)
+            heappop(timers)
         if not timers:
             raise Stuck("nothing is ready and no timer is set: everybody waits for somebody else")
         if timers[0][0] > self.now:
-            self.now, self._steps_now = timers[0][0], 0
+            self.now, self._steps_until = timers[0][0], self.steps + MOST_STEPS
 
     def _pick(self, ready: deque[Handle]) -> Handle:
         """Any of them; if a process shall keep its order, its first instead."""

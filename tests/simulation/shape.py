@@ -44,7 +44,7 @@ class Shape:
         staged = chance.random() < 0.35
         return cls(
             engines=chance.choice((1, 2, 2, 3)),
-            jobs=chance.choice((2, 3, 4)),
+            jobs=chance.choice((2, 2, 3)),
             publishers=chance.choice((1, 2, 2, 3)),
             transport="files" if chance.random() < 0.15 else "tcp",
             mode="staged" if staged else "fenced",
@@ -56,7 +56,7 @@ class Shape:
             asks=_asks(chance) if chance.random() < 0.6 else (),
             semantics=chance.choice(("single", "cluster")),
             noisy=chance.random() < 0.5,
-            eager=chance.random() < 0.3,
+            eager=chance.random() < 0.25,
             shuffle=chance.random() < 0.3,
             thread_s=chance.choice((0.001, 0.01, 0.1)),
         )

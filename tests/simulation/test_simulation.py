@@ -5,6 +5,7 @@ Knows: the simulation's result. Must not know: any role.
 
 from __future__ import annotations
 
+import importlib
 import os
 import subprocess
 import sys
@@ -16,7 +17,6 @@ from msgspec.structs import replace
 
 from consumers.reef_engine import agent as agent_module
 from consumers.reef_engine.agent import Agent
-from reef_bus.core import reactions
 from reef_bus.core.effects import Deadlines, Debt, Receive
 from reef_bus.core.invariants import check
 from reef_bus.core.publication import Publication
@@ -30,6 +30,7 @@ from tests.simulation.hands import Ingress
 from tests.simulation.table import missing
 
 CHUNK, CHUNKS = 25, 8
+publishing = importlib.import_module("reef_bus.core.reactions.publisher")  # of that name there is a function, too
 
 
 @pytest.mark.parametrize("first", range(0, CHUNK * CHUNKS, CHUNK))
@@ -133,7 +134,7 @@ async def _trusting(self: Agent, effect: Receive) -> Event:
     """The liar that no protocol can detect: it reports the target's digest, whatever it holds."""
     async with self.memory:
         target = Manifest.decode(await blocking(self.store.get, effect.manifest))
-        await self._move(effect, target)
+        await self._move(effect, target, self.backend.live())
         self.proven = target.digest
     return self._verified(
         effect.load_id, target, "received", 0, agent_module._now(), effect.publication, effect.attempt
@@ -166,11 +167,11 @@ def _unfenced(world: World, engine: str, boot: str) -> bool:
 
 def test_a_publisher_that_counts_too_few_members_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """It commits as soon as anybody has verified: every other consumer would halt on that."""
-    monkeypatch.setattr(reactions, "_drive", _hasty)
+    monkeypatch.setattr(publishing, "_drive", _hasty)
     any_of(range(4), "its evidence is not the attempt's membership", Faults(), Shape(jobs=2))
 
 
-_drive = reactions._drive
+_drive = publishing._drive
 
 
 def _hasty(world: World, open_: Publication, deadlines: Deadlines, now: int) -> list[Debt]:

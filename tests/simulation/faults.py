@@ -37,7 +37,7 @@ RARE = (
 RAREST = (
     *("RecoveryHalted", "JobDropped", "JobAmbiguous", "JobDiscarded", "CandidateRejected", "SenderFailed"),
     *("TrainerRestored", "PublicationRefused", "PublicationHalted", "RollbackRequested", "JobRestoreRequested"),
-    *("PublicationHaltRequested", "EngineRetireRequested", "LogOpened", "ScenarioRegistered"),
+    *("PublicationHaltRequested", "EngineRetireRequested", "ReceiverFailed"),
 )
 """What `ambushes` lie in wait for, whichever comes."""
 

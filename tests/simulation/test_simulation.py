@@ -17,7 +17,7 @@ from msgspec.structs import replace
 
 from consumers.reef_engine import agent as agent_module
 from consumers.reef_engine.agent import Agent
-from reef_bus.core.effects import Deadlines, Debt, Receive
+from reef_bus.core.effects import Deadlines, Debt, Receive, VerifyHead
 from reef_bus.core.invariants import check
 from reef_bus.core.publication import Publication
 from reef_bus.core.world import World
@@ -26,7 +26,7 @@ from reef_bus.manifest import Manifest
 from reef_bus.runner import blocking
 from tests.simulation.deployment import Deployment, Outcome, Shape, simulate
 from tests.simulation.faults import EVENTS, KINDS, Faults
-from tests.simulation.hands import Ingress
+from tests.simulation.hands import Ingress, Memory
 from tests.simulation.table import missing
 
 CHUNK, CHUNKS = 25, 8
@@ -177,3 +177,32 @@ _drive = publishing._drive
 def _hasty(world: World, open_: Publication, deadlines: Deadlines, now: int) -> list[Debt]:
     done = tuple(m for m in open_.members if world.membership.report(m.boot, open_.id, open_.attempt))
     return _drive(world, replace(open_, members=done or open_.members), deadlines, now)
+
+
+def test_an_engine_that_goes_on_after_its_lease_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Agent, "_in_touch", lambda self: True)
+    any_of(range(8), "cut off since", Faults(partition=1.0), Shape(jobs=2, lease_s=2.0))
+
+
+def test_an_engine_that_takes_a_swap_on_trust_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is exchanged, and nobody looks where what is served lies now."""
+    monkeypatch.setattr(Memory, "swap", lambda self: None)
+    monkeypatch.setattr(Agent, "_swap", _credulous)
+    any_of(range(4), "with the memory of", Faults(), Shape(jobs=2, mode="staged"))
+
+
+async def _credulous(self: Agent, effect: VerifyHead) -> Manifest | None:
+    staged, self.staged = self.staged, None
+    if staged is None or staged.load_id != effect.load_id:
+        return None
+    self._writing()
+    await blocking(self.backend.swap)
+    self.proven = staged.found.digest
+    self.gate()
+    return staged.found
+
+
+def test_a_person_whose_request_nobody_answers_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(publishing, "refusals", lambda world: [])
+    asks = (("JobRestoreRequested", "ReleaseCommitted"),)
+    any_of(range(2), "not settled", Faults(), Shape(jobs=2, asks=asks))

@@ -106,7 +106,7 @@ class Deployment(Machines):
                 self.nemesis.saw(recorded.name, recorded.boot)
                 if self.nemesis.active:
                     self.person.saw(recorded)
-            said = f"{recorded.seq:3} {recorded.name:20} {recorded.boot:14} {recorded.id[:8]}"
+            said = f"{recorded.seq:3} {recorded.name:24} {recorded.boot:14} {recorded.event.key:12} {recorded.id[:8]}"
             self.tell(said + (f"  void: {void}" if void else ""))
             self.cues = [cue for cue in self.cues if cue[0] != recorded.name or not cue[1](recorded)]
 

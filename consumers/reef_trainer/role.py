@@ -156,6 +156,8 @@ class Trainer(Role):
         job = effect.job
         batch = decode_batch(self.store.get(job.batch.digest))
         base = self._state(effect.base)  # a damaged one is not the batch's fault: that halts, and drops nothing
+        if self.backend.mutates_in_place:
+            self._forget()  # whatever comes of the step: what was kept under a candidate's name is that no more
         try:
             state, metrics = self.backend.train(base, batch.samples, batch.seed)
         except ContractError as error:
@@ -196,6 +198,10 @@ class Trainer(Role):
             while len(self._states) > KEPT_STATES:
                 del self._states[next(iter(self._states))]
         return state
+
+    def _forget(self) -> None:
+        with self._kept:
+            self._states.clear()
 
     def _evaluate(self, effect: Evaluate) -> Event:
         found = self.evaluator.evaluate(effect.candidate, effect.metrics)

@@ -105,11 +105,18 @@ class Registry:
         self.parents[content] = parent
 
 
+class Incumbent:
+    """A state of a trainer that mutates in place: whoever keeps it holds what it has become."""
+
+    def __init__(self, content: bytes) -> None:
+        self.content = content
+
+
 class Optimizer(TrainingBackend):
     """A step is a hash of what it starts from and what it learns from; `chance`: as on a GPU, no two are alike.
 
-    `in_place`: a step begins by spoiling the incumbent, which only `load` puts right again; who goes on after a death
-    without having loaded trains from what the dead left behind.
+    `in_place`: a step changes the state that it is given, and begins by spoiling it, so that whoever dies or fails in
+    it leaves nothing behind that one could go on from; and so does the incumbent, which only `load` puts right again.
     """
 
     def __init__(
@@ -118,13 +125,16 @@ class Optimizer(TrainingBackend):
         self.registry, self.nemesis, self.chance = registry, nemesis, chance
         self.mutates_in_place, self._holds = in_place, False
 
-    def initial(self) -> bytes:
+    def _state(self, content: bytes) -> Any:
+        self._holds = True
+        return Incumbent(content) if self.mutates_in_place else content
+
+    def initial(self) -> Any:
         content = hashlib.sha256(b"base").digest()
         self.registry.enter(content, b"")
-        self._holds = True
-        return content
+        return self._state(content)
 
-    def load(self, weights: Path, optimizer: Path | None) -> bytes:
+    def load(self, weights: Path, optimizer: Path | None) -> Any:
         try:
             content = weights.read_bytes()[-2 * SIZE :]
             state = optimizer.read_bytes() if optimizer else content
@@ -132,27 +142,32 @@ class Optimizer(TrainingBackend):
             raise ContractError(f"cannot load {weights}: {error.strerror}") from error
         if content != state:
             raise ContractError(f"{weights} and {optimizer} are of two states")
-        self._holds = True
-        return content
+        return self._state(content)
 
-    def train(self, state: Any, batch: Sequence[Sample], seed: int) -> tuple[bytes, dict[str, float]]:
+    def train(self, state: Any, batch: Sequence[Sample], seed: int) -> tuple[Any, dict[str, float]]:
+        start = _content(state) if self._holds else self.registry.incumbent
         if self.mutates_in_place:
-            state = state if self._holds else self.registry.incumbent
-            self.registry.incumbent = hashlib.sha256(b"half a step" + state).digest()
+            state.content = self.registry.incumbent = hashlib.sha256(b"half a step" + start).digest()
         if self.nemesis.befalls(("drop",)):
             raise ContractError("this batch trains nothing")
         learnt = repr([(sample.record, sample.reward, sample.completion) for sample in batch])
         noise = self.chance.randbytes(8) if self.chance else b""
-        content = hashlib.sha256(state + learnt.encode() + seed.to_bytes(8, "big") + noise).digest()
-        self.registry.enter(content, state)
-        self.registry.incumbent = content
+        content = hashlib.sha256(start + learnt.encode() + seed.to_bytes(8, "big") + noise).digest()
+        self.registry.enter(content, start)
+        if self.mutates_in_place:
+            state.content = self.registry.incumbent = content
+            return state, {"loss": 0.5}
         return content, {"loss": 0.5}
 
     def weights(self, state: Any) -> Pieces:
-        return pieces(state)
+        return pieces(_content(state))
 
     def optimizer(self, state: Any) -> bytes:
-        return bytes(state)
+        return _content(state)
+
+
+def _content(state: Any) -> bytes:
+    return state.content if isinstance(state, Incumbent) else bytes(state)
 
 
 class Picky(Selector):

@@ -350,6 +350,13 @@ def test_a_trainer_that_mutates_in_place_and_dies_in_its_step_stops_training_unt
     assert sum(ended(run.outcome).values()) == 3 - len(run.all(JobDiscarded))
 
 
+def test_what_a_step_in_place_has_changed_is_never_taken_for_the_base_again(seed: int) -> None:
+    """Some steps fail half-way, some candidates are rejected: the next is trained from the stored base."""
+    run = Run(seed, lambda d: None, Shape(in_place=True, jobs=6, eager=seed % 2 == 0), reject=0.3, drop=0.3)
+    assert run.outcome.events["JobDropped"] + run.outcome.events["CandidateRejected"] >= 1
+    assert len(run.all(CandidateReady)) >= 2
+
+
 def test_a_held_candidate_is_published_only_when_a_person_has_promoted_it(seed: int) -> None:
     run = Run(seed, lambda d: None, Shape(hold=True))
     selected = run.all(CandidateSelected)

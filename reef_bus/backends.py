@@ -123,8 +123,11 @@ class InferenceBackend(ABC):
 
 
 class TrainingBackend(ABC):
-    """An optimizer over immutable incumbents: every state it returns is a new one, and none is ever changed. One that
-    `mutates_in_place` changes the state that `train` is given: after a death inside, a person decides."""
+    """An optimizer over immutable incumbents: every state it returns is a new one, and none is ever changed.
+
+    One that `mutates_in_place` changes the state that it trains from. That is never used again, nor is any that was
+    kept: each is loaded anew, and what was loaded shares no memory with what a step changes.
+    """
 
     mutates_in_place: bool = False
 

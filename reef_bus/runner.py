@@ -81,12 +81,13 @@ class Runner:
         fetch: Fetch = nowhere,
         clock: Callable[[], int] = time.time_ns,
         tick_s: float = TICK_S,
+        beat_s: float = BEAT_S,
     ) -> None:
         self.journal = journal
         self.role = role
         self.fetch = fetch
         self.clock = clock
-        self.tick_s = tick_s
+        self.tick_s, self.beat_s = tick_s, beat_s
         self.world = World()
         self.halted = ""
         self._effects: dict[str, asyncio.Task[Event | None]] = {}
@@ -296,7 +297,7 @@ class Runner:
                 **self.role.beat(),
             }
             await self.journal.beat(self.role.name, self.role.me.id, beat)
-            await asyncio.sleep(BEAT_S)
+            await asyncio.sleep(self.beat_s)
 
 
 def _current(debt: Debt, result: Event | None) -> Event | None:

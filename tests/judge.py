@@ -65,7 +65,7 @@ class Audit:
         self.base: ScenarioRegistered | None = None
         self.ambiguous = False
         self.rollback = False
-        self.candidate = ""
+        self.candidate = self.mode = ""
         self.head = ""
         self.sequence = 0
         self.job = ""
@@ -80,7 +80,7 @@ class Audit:
 
     def saw(self, recorded: Recorded) -> None:
         self._saw(recorded)
-        covered = self.attempt[1] if self.publication else frozenset()
+        covered = self.attempt[1] if self.publication and self.mode == "fenced" else frozenset()
         if covered != self.fences[-1][1]:
             self.fences.append((recorded.seq, covered))
 
@@ -112,7 +112,7 @@ class Audit:
         elif name in ("JobDropped", "JobDiscarded", "CandidateSelected", "CandidateRejected"):
             assert self.job, f"{name} without a job"
             self.job, self.ambiguous = "", False
-        elif name in ("ReceiverVerified", "ReceiverFailed"):
+        elif name in ("ReceiverVerified", "EngineStaged", "ReceiverFailed"):
             key = (recorded.boot, event.publication, event.attempt)  # type: ignore[attr-defined]
             self.words.setdefault(key, event)
         elif isinstance(event, TargetPersisted):
@@ -163,7 +163,7 @@ class Audit:
         assert event.load_id not in self.named
         self._content(event)
         self.named[event.load_id], self.sequence = event.manifest, number
-        self.rollback, self.candidate = bool(event.request), event.candidate
+        self.rollback, self.candidate, self.mode = bool(event.request), event.candidate, event.mode
         self.publication, self.attempt = event.publication, (1, frozenset(event.members))
 
     def _register(self, event: ScenarioRegistered) -> None:
@@ -195,7 +195,8 @@ class Audit:
         for member in members:
             word = self.words[member.boot, event.publication, event.attempt]
             said = (type(word).__name__, word.load_id, word.manifest)  # type: ignore[attr-defined]
-            assert said == ("ReceiverVerified", event.load_id, event.manifest)
+            proof = "EngineStaged" if self.mode == "staged" else "ReceiverVerified"
+            assert said == (proof, event.load_id, event.manifest)
         self.head, self.publication = event.load_id, ""
         self.committed[event.load_id], self.contents[event.load_id] = event.manifest, event.candidate
         self._end("" if self.rollback else event.candidate, "committed")

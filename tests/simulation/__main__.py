@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import multiprocessing
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from tests.simulation.deployment import Outcome, simulate
 from tests.simulation.faults import EVENTS, KINDS
@@ -22,13 +23,13 @@ ENOUGH = 2000
 """Seeds after which a cell of the table that was never hit is a failure."""
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.simulation", description=__doc__)
     parser.add_argument("--seeds", type=int, default=200, help="how many seeds to run")
     parser.add_argument("--from", type=int, default=0, dest="first", help="the first of them")
     parser.add_argument("--seed", type=int, help="run one seed and tell its story")
     parser.add_argument("--json", action="store_true", help="the result as JSON")
-    asked = parser.parse_args()
+    asked = parser.parse_args(argv)
     if asked.seed is not None:
         return _story(simulate(asked.seed))
     return _many(range(asked.first, asked.first + asked.seeds), asked.json)
@@ -69,7 +70,7 @@ def _many(seeds: range, as_json: bool) -> int:
 
 def _run(seeds: range) -> Iterable[Outcome]:
     """In order of the seeds: the same output on every run."""
-    with multiprocessing.get_context("fork").Pool(WORKERS) as pool:
+    with multiprocessing.get_context("fork").Pool(WORKERS, logging.disable) as pool:
         yield from pool.imap(_one, seeds, chunksize=8)
 
 

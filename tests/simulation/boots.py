@@ -31,7 +31,9 @@ from reef_bus.backends import Generated, Prompt
 from reef_bus.config import Config
 from reef_bus.core.effects import Me
 from reef_bus.core.membership import Engine
+from reef_bus.core.recovery import Seen
 from reef_bus.errors import ReefError, Unavailable
+from reef_bus.events import CleanupUnconfirmed, ComponentLost, Event
 from reef_bus.journal import open_log
 from reef_bus.process import DEFECT, OK, OVER
 from reef_bus.runner import Retired, Role, Runner
@@ -39,11 +41,14 @@ from tests.simulation.broker import Broker, Connection, Link
 from tests.simulation.faults import Nemesis
 from tests.simulation.hands import Memory, Network, Optimizer, Picky, Registry, Shelf, Wire
 from tests.simulation.loop import Loop, Process
+from tests.simulation.shape import Shape
 
 STORE = Path("artifacts")
 SIGKILL = -9
+PATIENCE_S = 1.0  # for which a supervisor's clean-up waits, in no time here
+STRAY = 10_000  # added to a process's pid: that of what it left behind
 WAIT_S = 2.0
-TICK_S = 0.5
+TICK_S = BEAT_S = 1.0
 
 
 class Machines:
@@ -57,7 +62,7 @@ class Machines:
     nemesis: Nemesis
     registry: Registry
     roles: dict[str, str]
-    noisy: bool  # whether no two trainings of one batch give the same weights
+    shape: Shape
 
     def __init__(self) -> None:
         self.boots: dict[str, Boot] = {}
@@ -88,7 +93,8 @@ class Boot(Process):
         self.machines, self.component = machines, component
         self.me, self.pid, self.exit = Me(component, name), next(machines.pids), None
         self.exit: int | None
-        self.link, self.skew = Link(), 0
+        self.link, self.skew = Link(machines.loop), 0
+        self.remains_until = 0.0  # until then something of it lives on that no signal ends
         self.calls: dict[asyncio.Future[Any], None] = {}  # in order, as a set is not
         self.children: list[Boot] = []
         self.journal = Connection(machines.broker, self, self.link)
@@ -128,7 +134,7 @@ class Boot(Process):
         async with contextlib.AsyncExitStack() as stack:
             await self.journal.connect(WAIT_S)
             self.role = await BUILD[self.machines.roles[self.component]](self, stack)
-            self.runner = Runner(self.journal, self.role, clock=self.wall, tick_s=TICK_S)
+            self.runner = Runner(self.journal, self.role, clock=self.wall, tick_s=TICK_S, beat_s=BEAT_S)
             await self.runner.run()
 
     def end(self, status: int) -> None:
@@ -146,30 +152,40 @@ class Boot(Process):
     def kill(self) -> None:
         self.end(SIGKILL)
 
+    def remains(self) -> bool:
+        """Whether anything of it lives."""
+        return self.exit is None or self.loop.now < self.remains_until
+
 
 # -- as each role's `_build` puts it together
 
 
 async def _engine(boot: Boot, stack: contextlib.AsyncExitStack) -> Role:
     machines = boot.machines
-    boot.memory = Memory(machines.chance)
+    single = machines.shape.engines - machines.shape.single_copy
+    stages = machines.shape.mode == "staged" and int(boot.component.rpartition("-")[2]) < single
+    boot.memory = Memory(machines.chance, machines.nemesis, stages=stages)
     store = Shelf(STORE, machines.nemesis)
     agent = Agent(machines.config, boot.me, f"http://{boot.name}", boot.memory, store, Fault(), clock=boot.wall)
     agent.transports["tcp"] = Wire(machines.network, boot)
     boot.agent, boot.server = agent, Server(agent, machines.config.inference.max_batch)
     worker = asyncio.create_task(boot.server.work())
     stack.callback(worker.cancel)
+    if machines.config.inference.lease_s:
+        stack.callback(asyncio.create_task(agent.renew(boot.journal)).cancel)
     return agent
 
 
 async def _trainer(boot: Boot, stack: contextlib.AsyncExitStack) -> Role:
     machines, store = boot.machines, ArtifactStore(STORE)
-    backend = Optimizer(machines.registry, machines.nemesis, machines.chance if machines.noisy else None)
+    noise = machines.chance if machines.shape.noisy else None
+    backend = Optimizer(machines.registry, machines.nemesis, noise, in_place=machines.shape.in_place)
     book = RecordBook(machines.config, boot.journal, store)
     await book.start(stack)
     trainer = Trainer(machines.config, boot.me, backend, store, book)
     trainer.transports["tcp"] = Wire(machines.network, boot)
-    trainer.selector = Picky(machines.nemesis)
+    if not machines.config.training.hold:
+        trainer.selector = Picky(machines.nemesis)
     return trainer
 
 
@@ -223,8 +239,8 @@ class Kid:
 
     def end(self, seconds: float) -> tuple[int, ...]:
         self.process.kill()
-        self.reaped = True
-        return ()
+        self.reaped = self.process.loop.now + PATIENCE_S > self.process.remains_until
+        return () if self.reaped else (self.pid + STRAY,)
 
 
 class Parent(Supervisor):
@@ -234,6 +250,21 @@ class Parent(Supervisor):
         super().__init__(boot.machines.config, Path("deployment.yaml"), boot.me)
         self.boot = boot
         self.roles = {name: role for name, role in boot.machines.roles.items() if role != "supervisor"}
+
+    def _see(self, name: str, role: str) -> Seen:
+        """As the real one, whose locks are files."""
+        child = self.children.get(name)
+        if child and not child.reaped:
+            return Seen(role=role, exit=child.poll(), owned=True, boot=child.boot, halted=child.halted)
+        return Seen(role=role, exit=None if self._strangers(name) else 0)
+
+    def _strangers(self, name: str) -> list[Boot]:
+        return [b for b in self.boot.machines.boots.values() if b.component == name and b.remains()]
+
+    def _wait_for_stranger(self, name: str) -> Event:
+        if left := self._strangers(name):
+            return CleanupUnconfirmed(component=name, pids=tuple(b.pid for b in left), detail="not ours")
+        return ComponentLost(component=name, exit=0, detail="its supervisor ended")
 
     def _start(self, name: str) -> int:
         child = self.children.get(name)

@@ -26,12 +26,21 @@ MOST = 1000
 
 
 class Link:
-    """One process's way to the broker. `lag`: more delay, in seconds, before it sees what was stored."""
+    """One process's way to the broker. `lag`: more delay, in seconds, before it sees what was stored; `cut_at`: since
+    when it is down, if it is."""
 
-    def __init__(self) -> None:
-        self.up = asyncio.Event()
+    def __init__(self, loop: Loop) -> None:
+        self.loop, self.up = loop, asyncio.Event()
         self.up.set()
-        self.silent, self.lag = False, 0.0
+        self.silent, self.lag, self.cut_at = False, 0.0, 0.0
+
+    def cut(self) -> None:
+        if self.up.is_set():
+            self.cut_at = self.loop.now
+            self.up.clear()
+
+    def mend(self) -> None:
+        self.up.set()
 
 
 class Feed:

@@ -15,26 +15,25 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any
 
-from reef_bus.config import Config, Inference, Publication, Training
-from reef_bus.core.effects import Deadlines, Restarts
 from reef_bus.envelope import decode
 from reef_bus.events import Recorded
 from reef_bus.journal import LOG
 from tests.simulation.boots import Boot, Machines
 from tests.simulation.broker import Broker
-from tests.simulation.faults import Faults, Nemesis
+from tests.simulation.faults import Faults, Nemesis, aim
 from tests.simulation.hands import Network, Registry
 from tests.simulation.harness import Harness
 from tests.simulation.loop import Loop, Process, Stuck
+from tests.simulation.person import Person
+from tests.simulation.shape import Shape
 from tests.simulation.truth import Truth, Violation
 from tests.spec import SECOND
 
 FAULTS_S = 25.0
 SETTLED_S = 120.0
 """Faults may fall for so long; after they stop, everything must have come to its end within so long."""
-DEADLINES = Deadlines(fence_s=2.0, sender_s=2.0, stall_s=1.0, verify_s=2.0, heartbeat_s=1.6)
 GC_EVERY = 50
 
 
@@ -59,34 +58,6 @@ class Outcome:
         return replace(self, story=())
 
 
-@dataclass(frozen=True, kw_only=True)
-class Shape:
-    """What kind of deployment it is. `noisy`: no two trainings of a batch give the same weights; `eager`: there are
-    records for more than one job, so that training overlaps publication; `shuffle` and `thread_s` are the loop's."""
-
-    engines: int = 2
-    jobs: int = 3
-    transport: str = "tcp"
-    semantics: Literal["single", "cluster"] = "single"
-    noisy: bool = False
-    eager: bool = False
-    shuffle: bool = False
-    thread_s: float = 0.01
-
-    @classmethod
-    def drawn(cls, chance: random.Random) -> Shape:
-        return cls(
-            engines=chance.choice((1, 2, 2, 3)),
-            jobs=chance.choice((2, 3, 4)),
-            transport="files" if chance.random() < 0.15 else "tcp",
-            semantics=chance.choice(("single", "cluster")),
-            noisy=chance.random() < 0.5,
-            eager=chance.random() < 0.3,
-            shuffle=chance.random() < 0.3,
-            thread_s=chance.choice((0.001, 0.01, 0.1)),
-        )
-
-
 Cue = tuple[str, Callable[[Recorded], bool]]
 """The name of an event, and what is to happen when one was stored; True if the cue is used up."""
 
@@ -100,6 +71,10 @@ class Deployment(Machines):
         self.story: list[tuple[float, str]] = []
         drawn = Faults.drawn(chance), Shape.drawn(chance)
         self.faults, self.shape = faults or drawn[0], shape or drawn[1]
+        if faults is None:
+            asked = tuple(aim(chance, (kind,)) for kind, _ in self.shape.asks)
+            asked += (("crash", "JobStarted"), aim(chance, ("JobAmbiguous",))) if self.shape.in_place else ()
+            self.faults = replace(self.faults, aims=(*self.faults.aims, *asked))
         self.loop = Loop(chance, shuffle=self.shape.shuffle, thread_s=self.shape.thread_s)
         self.nemesis = Nemesis(self.faults, chance, self.tell)
         self.nemesis.strike = self._strike
@@ -107,11 +82,9 @@ class Deployment(Machines):
         self.truth = Truth(self.registry)
         self.broker = Broker(self.loop, chance, self.nemesis, self.shape.semantics, self._saw)
         self.network = Network(self.loop, chance, self.nemesis)
-        self.noisy = self.shape.noisy
-        engines = tuple(f"engine-{n}" for n in range(self.shape.engines))
-        self.roles = {"supervisor": "supervisor", "trainer": "trainer"} | dict.fromkeys(engines, "engine")
-        self.roles |= {"publisher": "publisher", "publisher-2": "publisher", "gateway": "gateway"}
-        self.config = _config(engines, self.shape.transport, self.shape.jobs)
+        self.config = self.shape.config()
+        self.roles = {"supervisor": "supervisor", **self.config.components()}
+        self.person = Person(self, self.truth, self.shape.asks)
         self.violation = ""
         self.cues: list[Cue] = []
         self.healed = 0.0
@@ -130,19 +103,29 @@ class Deployment(Machines):
             return
         if stream == LOG:
             if not void:
-                self.nemesis.saw(recorded.name)
-            said = f"{recorded.seq:3} {recorded.name:20} {recorded.boot:14} {recorded.id[:8]}"
+                self.nemesis.saw(recorded.name, recorded.boot)
+                if self.nemesis.active:
+                    self.person.saw(recorded)
+            said = f"{recorded.seq:3} {recorded.name:24} {recorded.boot:14} {recorded.event.key:12} {recorded.id[:8]}"
             self.tell(said + (f"  void: {void}" if void else ""))
             self.cues = [cue for cue in self.cues if cue[0] != recorded.name or not cue[1](recorded)]
 
     def _after_step(self, process: Process | None) -> None:
-        if process is not None and process.agent is not None and process.exit is None:  # type: ignore[attr-defined]
-            try:
+        agent = getattr(process, "agent", None)
+        if agent is not None and agent.open.is_set():
+            self._check(process)
+        nemesis = self.nemesis
+        nemesis.left -= 1
+        if nemesis.active and (nemesis.left <= 0 or nemesis.due):
+            nemesis.step()
+
+    def _check(self, process: Process | None) -> None:
+        assert isinstance(process, Boot)
+        try:
+            if process.exit is None:
                 self.truth.check_engine(process)
-            except Violation as violation:
-                self._violate(str(violation))
-        if self.nemesis.active:
-            self.nemesis.step()
+        except Violation as violation:
+            self._violate(str(violation))
 
     def _violate(self, text: str) -> None:
         if not self.violation:
@@ -156,6 +139,7 @@ class Deployment(Machines):
         self.clients = [
             asyncio.create_task(Harness(self, self.truth, name, eager=self.shape.eager).run()) for name in ("x", "y")
         ]
+        self.clients.append(self.person.spawn(self.person.live()))
         await self._until(self._over, FAULTS_S)
         self._heal()
         await self._settle()
@@ -235,21 +219,17 @@ class Deployment(Machines):
         self.broker.skew = 0
         for boot in self.boots.values():
             boot.skew, boot.link.lag, boot.link.silent = 0, 0.0, False
-            boot.link.up.set()
+            boot.link.mend()
             boot.proceed()
 
     async def _settle(self) -> None:
-        """A person starts the supervisor again where it is gone, or where it gave something up."""
+        """A supervisor that is gone is started again."""
         end = self.loop.now + SETTLED_S
         while not await self._until(self._everybody_serves, 5.0) and not self.violation:
             if self.loop.now > end:
                 self._violate(f"not settled {SETTLED_S:g} s after the faults stopped: {self._unsettled()}")
                 return
-            supervisors = [boot for boot in self.running() if boot.component == "supervisor"]
-            if not supervisors or any(component.halted for component in self.truth.world.components.values()):
-                for boot in supervisors:
-                    boot.kill()
-                self.start("supervisor")
+            self._supervise()
         self._look()
 
     def _unsettled(self) -> str:
@@ -271,14 +251,15 @@ class Deployment(Machines):
 
     # -- strikes
 
-    def _strike(self, kind: str) -> str:
-        """Carry a strike out; returns upon whom, or nothing if there was nobody to strike."""
+    def _strike(self, kind: str, whom: str) -> str:
+        """Carry a strike out, upon that boot if it can be; returns upon whom, or nothing if nobody was there."""
         if kind == "outage":
             return self._outage()
         boots = [b for b in self.running() if not b.stopped and (b.component != "supervisor" or kind != "stop")]
         if not boots:
             return ""
-        boot = self.chance.choice(boots)
+        wanted = [boot for boot in boots if boot.name == whom]
+        boot = self.chance.choice(wanted or boots)
         return str(getattr(self, f"_{kind}")(boot))
 
     def _after(self, seconds: float, what: Any, *args: Any) -> None:
@@ -293,6 +274,15 @@ class Deployment(Machines):
         if boot.component == "supervisor":
             self._after(self._a_while() / 4, self._supervise)
         return boot.name
+
+    def _remain(self, boot: Boot) -> str:
+        """Its main process ends; a child of it hangs in the kernel."""
+        if boot.component == "supervisor":
+            return ""
+        seconds = 1 + self.chance.random() * 5
+        boot.remains_until = self.loop.now + seconds
+        boot.kill()
+        return f"{boot.name} for {seconds:.1f} s"
 
     def _supervise(self) -> None:
         if not any(boot.component == "supervisor" for boot in self.running()):
@@ -311,15 +301,15 @@ class Deployment(Machines):
 
     def _partition(self, boot: Boot) -> str:
         seconds = self._a_while()
-        boot.link.up.clear()
-        self._after(seconds, boot.link.up.set)
+        boot.link.cut()
+        self._after(seconds, boot.link.mend)
         return f"{boot.name} for {seconds:.1f} s"
 
     def _outage(self) -> str:
         seconds = self._a_while() / 4
         for boot in self.running():
-            boot.link.up.clear()
-            self._after(seconds, boot.link.up.set)
+            boot.link.cut()
+            self._after(seconds, boot.link.mend)
         return f"of the broker for {seconds:.1f} s"
 
     def _lag(self, boot: Boot) -> str:
@@ -346,18 +336,6 @@ class Deployment(Machines):
         return self.start(boot.component).name if boot.component != "supervisor" else ""
 
 
-def _config(engines: tuple[str, ...], transport: str, jobs: int) -> Config:
-    return Config(
-        deployment="sim",
-        scenario="s",
-        state_dir=".",
-        inference=Inference(engines=engines, max_batch=2),
-        training=Training(groups=2, group_size=2, max_staleness=1, max_jobs=jobs),
-        publication=Publication(transport=transport, deadlines=DEADLINES),
-        supervision=Restarts(max_restarts=3, window_s=20.0, delay_s=0.1),
-    )
-
-
 Prepare = Callable[[Deployment], object]
 
 
@@ -367,7 +345,8 @@ def simulate(
     """Run one seed to its end. `faults` and `shape` instead of the seed's own; `prepare` gets the deployment before it
     begins."""
     before = logging.root.manager.disable
-    logging.disable(logging.CRITICAL)
+    if before < logging.CRITICAL:  # to say it again would cost a look at every logger
+        logging.disable(logging.CRITICAL)
     gc.disable()
     try:
         with tempfile.TemporaryDirectory(dir="/dev/shm") as folder, contextlib.chdir(folder):
@@ -375,7 +354,8 @@ def simulate(
             prepare(found)
             return _simulate(seed, found)
     finally:
-        logging.disable(before)
+        if before < logging.CRITICAL:
+            logging.disable(before)
         gc.enable()
         if seed % GC_EVERY == 0:
             gc.collect()

@@ -13,31 +13,41 @@ from dataclasses import dataclass, replace
 
 from reef_bus.events import CATALOGUE
 
-STRIKES = ("crash", "stop", "pause", "partition", "outage", "lag", "silence", "skew", "twin")
-"""Fall upon a process between two of its steps."""
+STRIKES = ("crash", "stop", "pause", "partition", "outage", "lag", "silence", "skew", "twin", "remain")
+"""Fall upon a process between two of its steps. `remain`: it ends, and something of it cannot be ended for a while."""
 APPENDS = ("lost", "lost_ack", "late", "misspelt", "duplicate")
 """Fall upon an append on its way to the broker or back."""
 TRANSFERS = ("slow", "stuck", "corrupt", "skip", "swap", "late_bytes")
 """Fall upon one receiver of an attempt. `skip` and `swap` are receivers that lie about what they loaded."""
-HANDS = ("reject", "drop", "no_room", "no_artifact", "repeat")
-"""Fall upon what a role does: a decision against, a batch that cannot be trained, memory, an artifact that is away; a
-harness that says everything twice."""
+HANDS = ("reject", "drop", "no_room", "no_artifact", "no_swap", "repeat")
+"""Fall upon what a role does: a decision against, a batch that cannot be trained, memory, an artifact that is away, a
+second copy that cannot be swapped in; a harness that says everything twice."""
 KINDS = (*STRIKES, *APPENDS, *TRANSFERS, *HANDS)
 
+EVENTS = tuple(name for name, event in CATALOGUE.items() if event.family != "record")
+REQUESTS = tuple(name for name, event in CATALOGUE.items() if event.family == "operator")
+
 RARE = (
-    *("RecoveryHalted", "JobDropped", "CandidateRejected", "SenderFailed", "TrainerRestored"),
-    *("PublicationRefused", "PublicationHalted", "ReceiverFailed", "EngineLeft", "EngineExcluded"),
+    *("RecoveryHalted", "RecoveryResumed", "CleanupUnconfirmed", "JobDropped", "JobAmbiguous", "JobDiscarded"),
+    *("CandidateRejected", "SenderFailed", "TrainerRestored", "PublicationRefused", "PublicationHalted"),
+    *("ReceiverFailed", "EngineLeft", "EngineExcluded", "RequestRefused", "EngineStaged", *REQUESTS),
 )
 """Events that most runs never see; strikes lie in wait for them."""
 
-EVENTS = tuple(name for name, event in CATALOGUE.items() if event.family != "record")
+RAREST = (
+    *("RecoveryHalted", "JobDropped", "JobAmbiguous", "JobDiscarded", "CandidateRejected", "SenderFailed"),
+    *("TrainerRestored", "PublicationRefused", "PublicationHalted", "RollbackRequested", "JobRestoreRequested"),
+    *("PublicationHaltRequested", "EngineRetireRequested", "ReceiverFailed"),
+)
+"""What `ambushes` lie in wait for, whichever comes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Faults:
     """0 is off. Strikes: per thousand scheduler steps; the rest: of the occasions, a part between 0 and 1.
 
-    `aims` are strikes that wait for an event: (kind, event name), each once.
+    `aims` are strikes and appends that wait for an event: (kind, event name), each once;
+    `ambushes` are such kinds that wait for any of the rarest.
     """
 
     crash: float = 0.0
@@ -49,6 +59,7 @@ class Faults:
     silence: float = 0.0
     skew: float = 0.0
     twin: float = 0.0
+    remain: float = 0.0
     lost: float = 0.0
     lost_ack: float = 0.0
     late: float = 0.0
@@ -64,17 +75,22 @@ class Faults:
     drop: float = 0.0
     no_room: float = 0.0
     no_artifact: float = 0.0
+    no_swap: float = 0.0
     repeat: float = 0.0
     aims: tuple[tuple[str, str], ...] = ()
+    ambushes: tuple[str, ...] = ()
 
     @classmethod
     def drawn(cls, chance: random.Random) -> Faults:
         """A seed's own subset."""
         rates = {kind: _rate(kind, chance) for kind in KINDS if chance.random() < (0.4 if kind in HANDS else 0.25)}
-        aims = tuple(
-            (chance.choice(STRIKES), chance.choice(chance.choice((RARE, EVENTS)))) for _ in range(chance.randrange(7))
-        )
-        return replace(cls(aims=aims), **rates)
+        aims = tuple(aim(chance, chance.choice((RARE, EVENTS))) for _ in range(chance.randrange(7)))
+        ambushes = tuple(aim(chance, EVENTS)[0] for _ in range(chance.randrange(5)))
+        return replace(cls(aims=aims, ambushes=ambushes), **rates)
+
+
+def aim(chance: random.Random, events: tuple[str, ...]) -> tuple[str, str]:
+    return chance.choice((*STRIKES, *APPENDS)), chance.choice(events)
 
 
 def _rate(kind: str, chance: random.Random) -> float:
@@ -89,36 +105,47 @@ class Nemesis:
     def __init__(self, faults: Faults, chance: random.Random, tell: Callable[[str], None]) -> None:
         self.faults, self.chance, self.tell = faults, chance, tell
         self.hits: Counter[tuple[str, str]] = Counter()
-        self.orders: list[tuple[str, str]] = []  # (occasion, kind): scripts order what is else drawn
+        self.orders: list[tuple[str, str]] = []  # (occasion, or "" for any append; kind): what is else drawn
         self.last = ""
         self.active = True
-        self.strike: Callable[[str], str] = lambda kind: ""
+        self.strike: Callable[[str, str], str] = lambda kind, whom: ""
         self._weights = {kind: getattr(faults, kind) for kind in STRIKES if getattr(faults, kind)}
         self._total = sum(self._weights.values()) / 1000
         self._aims = list(faults.aims)
-        self._due: list[tuple[int, str]] = []
-        self._left = self._draw()
+        self._ambushes = list(faults.ambushes)
+        self.due: list[tuple[int, str, str]] = []
+        self.left = self._draw()
 
-    def saw(self, event: str) -> None:
-        """LOG's last event is another one now."""
+    def saw(self, event: str, boot: str) -> None:
+        """LOG's last event is another one now, written by that boot."""
         self.last = event
+        if not self.active:
+            return
         for aim in [aim for aim in self._aims if aim[1] == event]:
             self._aims.remove(aim)
-            self._due.append((self.chance.randrange(6), aim[0]))
+            self._fall_due(aim[0], boot)
+        if self._ambushes and event in RAREST and self.chance.random() < 0.6:
+            self._fall_due(self._ambushes.pop(), boot)
+
+    def _fall_due(self, kind: str, boot: str) -> None:
+        """Upon the next append, whoever's; or soon upon a process, as likely as not the one that was waited for."""
+        if kind in APPENDS:
+            self.orders.append(("", kind))
+        else:
+            self.due.append((self.chance.randrange(6), kind, boot if self.chance.random() < 0.5 else ""))
 
     def step(self) -> None:
-        """Between two steps of anybody."""
-        self._left -= 1
-        if self._left <= 0:
-            self._left = self._draw()
+        """Between two steps of anybody, when something is due: `left` counts the steps until the next strike."""
+        if self.left <= 0:
+            self.left = self._draw()
             self._strike(self.chance.choices(list(self._weights), list(self._weights.values()))[0])
-        if self._due:
-            due, self._due = self._due, []
-            for steps, kind in due:
+        if self.due:
+            due, self.due = self.due, []
+            for steps, kind, whom in due:
                 if steps:
-                    self._due.append((steps - 1, kind))
+                    self.due.append((steps - 1, kind, whom))
                 else:
-                    self._strike(kind)
+                    self._strike(kind, whom)
 
     def befalls(self, kinds: tuple[str, ...]) -> str:
         """Which of these kinds, if any, falls upon the occasion at hand; it is counted as having struck."""
@@ -133,7 +160,7 @@ class Nemesis:
     def falls_upon(self, occasion: str, kinds: tuple[str, ...]) -> str:
         """What was ordered for that occasion (an event's append, or `receive`), else what is drawn of `kinds`."""
         for order in self.orders:
-            if order[0] == occasion:
+            if self.active and (order[0] == occasion or (kinds is APPENDS and not order[0])):
                 self.orders.remove(order)
                 self.hit(order[1])
                 return order[1]
@@ -146,7 +173,6 @@ class Nemesis:
     def _draw(self) -> int:
         return int(self.chance.expovariate(self._total)) + 1 if self._total else 1 << 60
 
-    def _strike(self, kind: str) -> None:
-        whom = self.strike(kind)
-        if whom:
-            self.hit(kind, whom)
+    def _strike(self, kind: str, whom: str = "") -> None:
+        if struck := self.strike(kind, whom):
+            self.hit(kind, struck)

@@ -37,16 +37,38 @@ def pieces(content: bytearray | bytes) -> dict[str, Piece]:
 
 
 class Memory(InferenceBackend):
-    """An engine that answers with what it holds."""
+    """An engine that answers with what it holds; `stages`: it has room for a second copy."""
 
-    def __init__(self, chance: random.Random) -> None:
-        self.content = bytearray(chance.randbytes(2 * SIZE))  # whatever was there before
-        self._pieces = pieces(self.content)
+    def __init__(self, chance: random.Random, nemesis: Nemesis, *, stages: bool) -> None:
+        self.chance, self.nemesis, self.stages = chance, nemesis, stages
+        self.content, self._pieces = self._anything()
+        self._beside: tuple[bytearray, dict[str, Piece]] | None = None
+
+    def _anything(self) -> tuple[bytearray, dict[str, Piece]]:
+        """Memory as it comes: whatever was there before."""
+        content = bytearray(self.chance.randbytes(2 * SIZE))
+        return content, pieces(content)
 
     def start(self) -> None: ...
 
     def live(self) -> Pieces:
         return self._pieces
+
+    def stage(self) -> Pieces:
+        if not self.stages:
+            return super().stage()
+        if self.nemesis.befalls(("no_room",)):
+            raise TransferError("memory", "no room for a second copy")
+        self._beside = self._beside or self._anything()
+        return self._beside[1]
+
+    def swap(self) -> None:
+        if self._beside is None or self.nemesis.befalls(("no_swap",)):
+            raise ContractError("the forward pass holds on to the old copy")
+        (self.content, self._pieces), self._beside = self._beside, (self.content, self._pieces)
+
+    def unstage(self) -> None:
+        self._beside = None
 
     def generate(self, prompts: Sequence[Prompt]) -> list[Completion]:
         answer = Completion(ids=tuple(self.content), logprobs=(0.0,) * len(self.content), finish_reason="length")
@@ -70,9 +92,11 @@ class Shelf(ArtifactStore):
 
 
 class Registry:
-    """Every content that was ever made, by manifest digest, and what it was made from: the truth."""
+    """Every content that was ever made, by manifest digest, and what it was made from: the truth. `incumbent` is the
+    memory of a trainer that mutates in place, and outlives its boots: a training service, say."""
 
     def __init__(self) -> None:
+        self.incumbent = b""
         self.contents: dict[str, bytes] = {}
         self.parents: dict[bytes, bytes] = {}
 
@@ -81,18 +105,36 @@ class Registry:
         self.parents[content] = parent
 
 
+class Incumbent:
+    """A state of a trainer that mutates in place: whoever keeps it holds what it has become."""
+
+    def __init__(self, content: bytes) -> None:
+        self.content = content
+
+
 class Optimizer(TrainingBackend):
-    """A step is a hash of what it starts from and what it learns from; `chance`: as on a GPU, no two are alike."""
+    """A step is a hash of what it starts from and what it learns from; `chance`: as on a GPU, no two are alike.
 
-    def __init__(self, registry: Registry, nemesis: Nemesis, chance: random.Random | None) -> None:
+    `in_place`: a step changes the state that it is given, and begins by spoiling it, so that whoever dies or fails in
+    it leaves nothing behind that one could go on from; and so does the incumbent, which only `load` puts right again.
+    """
+
+    def __init__(
+        self, registry: Registry, nemesis: Nemesis, chance: random.Random | None, *, in_place: bool = False
+    ) -> None:
         self.registry, self.nemesis, self.chance = registry, nemesis, chance
+        self.mutates_in_place, self._holds = in_place, False
 
-    def initial(self) -> bytes:
+    def _state(self, content: bytes) -> Any:
+        self._holds = True
+        return Incumbent(content) if self.mutates_in_place else content
+
+    def initial(self) -> Any:
         content = hashlib.sha256(b"base").digest()
         self.registry.enter(content, b"")
-        return content
+        return self._state(content)
 
-    def load(self, weights: Path, optimizer: Path | None) -> bytes:
+    def load(self, weights: Path, optimizer: Path | None) -> Any:
         try:
             content = weights.read_bytes()[-2 * SIZE :]
             state = optimizer.read_bytes() if optimizer else content
@@ -100,22 +142,32 @@ class Optimizer(TrainingBackend):
             raise ContractError(f"cannot load {weights}: {error.strerror}") from error
         if content != state:
             raise ContractError(f"{weights} and {optimizer} are of two states")
-        return content
+        return self._state(content)
 
-    def train(self, state: Any, batch: Sequence[Sample], seed: int) -> tuple[bytes, dict[str, float]]:
+    def train(self, state: Any, batch: Sequence[Sample], seed: int) -> tuple[Any, dict[str, float]]:
+        start = _content(state) if self._holds else self.registry.incumbent
+        if self.mutates_in_place:
+            state.content = self.registry.incumbent = hashlib.sha256(b"half a step" + start).digest()
         if self.nemesis.befalls(("drop",)):
             raise ContractError("this batch trains nothing")
         learnt = repr([(sample.record, sample.reward, sample.completion) for sample in batch])
         noise = self.chance.randbytes(8) if self.chance else b""
-        content = hashlib.sha256(state + learnt.encode() + seed.to_bytes(8, "big") + noise).digest()
-        self.registry.enter(content, state)
+        content = hashlib.sha256(start + learnt.encode() + seed.to_bytes(8, "big") + noise).digest()
+        self.registry.enter(content, start)
+        if self.mutates_in_place:
+            state.content = self.registry.incumbent = content
+            return state, {"loss": 0.5}
         return content, {"loss": 0.5}
 
     def weights(self, state: Any) -> Pieces:
-        return pieces(state)
+        return pieces(_content(state))
 
     def optimizer(self, state: Any) -> bytes:
-        return bytes(state)
+        return _content(state)
+
+
+def _content(state: Any) -> bytes:
+    return state.content if isinstance(state, Incumbent) else bytes(state)
 
 
 class Picky(Selector):

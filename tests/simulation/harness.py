@@ -31,9 +31,13 @@ class Harness:
     """One client. It asks whichever gateway runs."""
 
     def __init__(self, machines: Machines, truth: Truth, name: str, *, eager: bool) -> None:
-        """It makes `enough` groups for the next job from the present head; more would only make the run slow."""
+        """It makes `enough` groups for the next job from the present head; more would only make the run slow.
+
+        `idle_s`: how long it then waits before it looks again.
+        """
         self.machines, self.truth, self.name = machines, truth, name
-        self.groups, self.enough, self.pace_s = 0, 4 if eager else 2, 0.03 if eager else 0.2
+        self.groups, self.enough = 0, 5 if eager else 1
+        self.pace_s, self.idle_s = (0.03, 0.05) if eager else (0.2, 0.3)
 
     async def run(self) -> None:
         last, since = ("", 0), 0
@@ -43,7 +47,8 @@ class Harness:
             last, since = (last, since) if now == last else (now, 0)
             if since < self.enough and await self._group():
                 since += 1
-            await asyncio.sleep(self.pace_s * (0.3 + self.machines.chance.random() * 1.5))
+            patience = self.pace_s if since < self.enough else self.idle_s
+            await asyncio.sleep(patience * (0.3 + self.machines.chance.random() * 1.5))
 
     async def _group(self) -> bool:
         """Two answers to one prompt and a report on each. Whatever fails, fails: the next group is another one."""

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
-import heapq
 import itertools
 import random
+from collections import deque
 from collections.abc import Callable, Coroutine
+from heapq import heappop, heappush
 from typing import Any
 
 MOST_STEPS = 200_000
@@ -53,7 +54,7 @@ class Process:
     def __init__(self, loop: Loop, name: str) -> None:
         self.loop, self.name = loop, name
         self.dead = self.stopped = False
-        self.held: list[asyncio.Handle] = []
+        self.held: list[Handle] = []
         self.context = contextvars.Context()
         self.context.run(PROCESS.set, self)
 
@@ -71,8 +72,32 @@ class Process:
         """What came due meanwhile is due now."""
         self.stopped = False
         if not self.dead:
-            self.loop._ready.extend(self.held)  # type: ignore[attr-defined]
+            self.loop.ready.extend(self.held)
             self.held = []
+
+
+class Handle:
+    """A callback that is due, or will be. As asyncio's own, without what nobody here asks: it is half of every step."""
+
+    __slots__ = ("args", "callback", "context", "dead", "process", "when_")
+
+    def __init__(self, callback: Callable[..., Any], args: tuple[Any, ...], context: Any, when: float) -> None:
+        self.callback, self.args, self.when_, self.dead = callback, args, when, False
+        self.context = contextvars.copy_context() if context is None else context
+        self.process: Process | None = self.context.get(PROCESS)
+
+    def cancel(self) -> None:
+        self.dead = True
+        self.callback, self.args = _nothing, ()
+
+    def cancelled(self) -> bool:
+        return self.dead
+
+    def when(self) -> float:
+        return self.when_
+
+
+def _nothing() -> None: ...
 
 
 class Loop(asyncio.BaseEventLoop):
@@ -82,11 +107,13 @@ class Loop(asyncio.BaseEventLoop):
         """`thread_s`: how long a blocking call takes, and how long its result needs back to the loop; on average."""
         super().__init__()
         self.chance, self.shuffle, self.thread_s = chance, shuffle, thread_s
-        self.now, self.steps, self._steps_now = 0.0, 0, 0
+        self.now, self.steps, self._steps_until = 0.0, 0, MOST_STEPS
+        self.ready: deque[Handle] = deque()
+        self.timers: list[tuple[float, int, Handle]] = []
         self.tasks: list[asyncio.Task[Any]] = []  # all, so that what was killed is never collected, closed, cleaned up
         self.after_step: Callable[[Process | None], None] = lambda process: None
         self.outside = contextvars.Context()  # of what belongs to no process: the network, the broker, people
-        self.numbers, self._burying = itertools.count(1), False
+        self.numbers, self._burying, self._set = itertools.count(1), False, itertools.count()
         self.set_task_factory(_task)  # type: ignore[arg-type]
 
     def time(self) -> float:
@@ -97,43 +124,59 @@ class Loop(asyncio.BaseEventLoop):
 
     # -- the schedule
 
-    def _run_once(self) -> None:
-        ready, timers = self._ready, self._scheduled  # type: ignore[attr-defined]
-        if not ready:
-            self._jump(timers)
-        while timers and timers[0]._when <= self.now:
-            timer = heapq.heappop(timers)
-            timer._scheduled = False
-            ready.append(timer)
-        handle = ready.popleft() if len(ready) == 1 else self._pick(ready)
-        if handle._cancelled:
-            return
-        process = handle._context.get(PROCESS)
-        if process is not None and (process.dead or process.stopped) and not self._burying:
-            process.held.append(handle)
-            return
-        handle._run()
-        self.steps += 1
-        self._steps_now += 1
-        if self._steps_now > MOST_STEPS:
-            raise Stuck(f"{MOST_STEPS} steps at {self.now:.6f} s, the last of {process and process.name}: {handle!r}")
-        self.after_step(process)
+    def call_soon(self, callback: Callable[..., Any], *args: Any, context: Any = None) -> Handle:  # type: ignore[override]
+        handle = Handle(callback, args, context, self.now)
+        self.ready.append(handle)
+        return handle
 
-    def _jump(self, timers: list[Any]) -> None:
-        while timers and timers[0]._cancelled:
-            heapq.heappop(timers)._scheduled = False
+    def call_at(self, when: float, callback: Callable[..., Any], *args: Any, context: Any = None) -> Handle:  # type: ignore[override]
+        handle = Handle(callback, args, context, when)
+        heappush(self.timers, (when, next(self._set), handle))
+        return handle
+
+    def call_later(self, delay: float, callback: Callable[..., Any], *args: Any, context: Any = None) -> Handle:  # type: ignore[override]
+        return self.call_at(self.now + delay, callback, *args, context=context)
+
+    def _run_once(self) -> None:
+        """Every step until somebody stops the loop; one function, because it is called for nothing else."""
+        ready, timers = self.ready, self.timers
+        while not self._stopping:  # type: ignore[attr-defined]
+            if not ready:
+                self._jump()
+            while timers and timers[0][0] <= self.now:
+                ready.append(heappop(timers)[2])
+            handle = ready.popleft() if len(ready) == 1 else self._pick(ready)
+            process = handle.process
+            if handle.dead:
+                continue
+            if process is not None and (process.dead or process.stopped) and not self._burying:
+                process.held.append(handle)
+                continue
+            try:
+                handle.context.run(handle.callback, *handle.args)
+            except Exception as error:
+                self.call_exception_handler({"message": f"in {handle.callback!r}", "exception": error})
+            self.steps += 1
+            if self.steps > self._steps_until:
+                raise Stuck(f"{MOST_STEPS} steps at {self.now:.6f} s, the last: {handle.callback!r}")
+            self.after_step(process)
+
+    def _jump(self) -> None:
+        timers = self.timers
+        while timers and timers[0][2].dead:
+            heappop(timers)
         if not timers:
             raise Stuck("nothing is ready and no timer is set: everybody waits for somebody else")
-        if timers[0]._when > self.now:
-            self.now, self._steps_now = timers[0]._when, 0
+        if timers[0][0] > self.now:
+            self.now, self._steps_until = timers[0][0], self.steps + MOST_STEPS
 
-    def _pick(self, ready: Any) -> Any:
+    def _pick(self, ready: deque[Handle]) -> Handle:
         """Any of them; if a process shall keep its order, its first instead."""
         place = int(self.chance.random() * len(ready))
         if place and not self.shuffle:
-            process = ready[place]._context.get(PROCESS)
+            process = ready[place].process
             for first, handle in enumerate(ready):
-                if handle._context.get(PROCESS) is process:
+                if handle.process is process:
                     place = first
                     break
         handle = ready[place]

@@ -18,6 +18,7 @@ OCCASIONS: dict[str, tuple[str, ...]] = {
     "drop": ("JobStarted",),
     "no_room": ("TargetPersisted", "EngineFenced", "TransferAborted"),
     "no_artifact": ("ScenarioRegistered", "EngineJoined", "SenderReady", "PublicationHalted", "ReleaseCommitted"),
+    "no_swap": ("ReleaseCommitted",),
     "repeat": ("ReceiverVerified", "ReleaseCommitted"),
 }
 """The events after which a fault of that kind finds its occasion. Strikes and appends find one anywhere. A transfer

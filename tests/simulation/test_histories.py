@@ -1,23 +1,37 @@
 """The histories that protocol.md says to simulate first, each by a script, under several schedules.
 
 Knows: when to strike, and what the log must show afterwards. Must not know: how any of it is decided.
-What concerns rollback, staged mode and adapters waits for them.
+What concerns adapters waits for them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
+import msgspec
 import pytest
 
+from consumers.reef_engine.agent import Agent
 from reef_bus.events import (
+    CandidateReady,
     CandidateSelected,
+    CleanupUnconfirmed,
+    ComponentStarted,
     EngineExcluded,
+    EngineJoined,
+    EngineStaged,
     Event,
+    InferenceRecorded,
+    JobAmbiguous,
+    JobDiscarded,
     PublicationHalted,
+    PublicationRefused,
     ReceiverVerified,
     Recorded,
+    RecoveryResumed,
     ReleaseCommitted,
+    RollbackRequested,
     TargetPersisted,
     TransferAborted,
 )
@@ -164,10 +178,219 @@ def test_the_next_candidate_is_selected_before_its_base_is_committed_and_both_ar
     """Every publication is held up: a member needs long to stop."""
 
     def script(d: Deployment) -> None:
-        for n in (1, 2, 3):
+        for n in range(1, 7):
             d.when("TargetPersisted", lambda: d.pause("engine-0", 1.6), nth=n)
 
-    run = Run(seed, script, Shape(eager=True))
+    run = Run(seed, script, Shape(eager=True, jobs=6))
     selected, committed = run.all(CandidateSelected), run.all(ReleaseCommitted)
     assert any(later.seq < release.seq for later, release in zip(selected[1:], committed, strict=False))
+    assert ended(run.outcome) == {"committed": 6}
+
+
+# -- rollbacks
+
+
+def held_up(d: Deployment, seconds: float = 1.6) -> None:
+    """The first publications take so long that the next candidate is selected meanwhile."""
+    for n in (1, 2, 3):
+        d.when("TargetPersisted", lambda: d.pause("engine-1", seconds), nth=n)
+
+
+def roll_back(d: Deployment, release: int) -> None:
+    incarnation = d.truth.world.incarnation
+    d.person.spawn(d.person.put(RollbackRequested, f"{incarnation}:{release}", d.person.head()))
+
+
+def test_a_rollback_precedes_a_candidate_that_was_trained_before_it_and_ends_it(seed: int) -> None:
+    """The first candidate publishes, the second was trained from it and waits: neither may follow."""
+
+    def script(d: Deployment) -> None:
+        held_up(d)
+        d.when("CandidateSelected", lambda: roll_back(d, 0), nth=2)
+
+    run = Run(seed, script, Shape(mode="staged", eager=True, jobs=4))
+    asked, first, second = run.all(RollbackRequested)[0], *run.all(CandidateSelected)[:2]
+    target = next(r for r in run.all(TargetPersisted) if r.event.request == asked.seq)  # type: ignore[attr-defined]
+    assert [r.event.reason for r in run.all(PublicationHalted)] == ["rollback"]  # type: ignore[attr-defined]
+    assert target.event.candidate == "base" and target.event.sender == "artifact"  # type: ignore[attr-defined]
+    fates = run.deployment.truth.audit.fates
+    assert fates[first.event.candidate] == "halted"  # type: ignore[attr-defined]
+    assert fates[second.event.candidate] == "base_lost"  # type: ignore[attr-defined]
+    later = [r for r in run.all(CandidateReady) if r.seq > target.seq]
+    assert later and later[0].event.base == "base"  # type: ignore[attr-defined]
+
+
+def test_a_rollback_that_a_commit_overtakes_is_refused_and_changes_nothing(seed: int) -> None:
+    """It was decided on the head before the second release, and is stored after it."""
+
+    def script(d: Deployment) -> None:
+        base = []
+        d.when("ReleaseCommitted", lambda: base.append(d.person.head()))
+        late = lambda: d.person.spawn(d.person.put(RollbackRequested, base[0], base[0]))  # noqa: E731
+        d.when("ReleaseCommitted", late, nth=2)
+
+    run = Run(seed, script)
+    asked = {r.seq for r in run.all(RollbackRequested)}
+    refused = [r.event for r in run.all(PublicationRefused)]
+    assert {(e.request in asked, e.reason) for e in refused} == {(True, "head_moved")}  # type: ignore[attr-defined]
     assert ended(run.outcome) == {"committed": 3}
+
+
+# -- staged
+
+
+def test_a_second_target_before_a_committed_staging_was_swapped_in_waits_for_the_swap(seed: int) -> None:
+    """The member is stopped before it hears of the commit; the next target is on the log when it goes on."""
+
+    def script(d: Deployment) -> None:
+        d.when("TargetPersisted", lambda: d.pause("engine-1", 1.6))
+        d.when("ReleaseCommitted", lambda: d.pause("engine-0", 1.5))
+
+    run = Run(seed, script, Shape(mode="staged", eager=True))
+    targets, staged = run.all(TargetPersisted), run.all(EngineStaged, boot="engine-0.1")
+    first = targets[0].event.load_id  # type: ignore[attr-defined]
+    swapped = next(r for r in run.all(ReceiverVerified, boot="engine-0.1") if r.event.load_id == first)  # type: ignore[attr-defined]
+    assert targets[1].seq < swapped.seq < staged[1].seq
+    assert swapped.event.method == "swapped"  # type: ignore[attr-defined]
+    assert ended(run.outcome) == {"committed": 3}
+
+
+def test_a_swap_that_fails_costs_its_engine_a_load_and_nobody_else_anything(seed: int) -> None:
+    run = Run(seed, lambda d: None, Shape(mode="staged"), no_swap=0.5)
+    methods = {r.event.method for r in run.all(ReceiverVerified)}  # type: ignore[attr-defined]
+    assert "swapped" in methods and "artifact" in methods
+    assert ended(run.outcome) == {"committed": 3} and run.all(TransferAborted) == []
+
+
+# -- refusals
+
+
+@pytest.mark.parametrize("why", ["mode", "transport"])
+def test_what_an_engine_cannot_take_is_refused_under_overlap_and_pauses_nobody(seed: int, why: str) -> None:
+    """While the first release is on its way, and the next is trained from it, an engine comes back that can do less."""
+
+    def script(d: Deployment) -> None:
+        held_up(d, 1.9)
+        d.when("TargetPersisted", lambda: (poorer(d, why), d.current("engine-0").kill()))
+
+    run = Run(seed, script, Shape(mode="staged", eager=True))
+    committed, joined = run.all(ReleaseCommitted)[0], run.all(EngineJoined, boot="engine-0.2")[0]
+    refused = [r.event.reason for r in run.all(PublicationRefused)]  # type: ignore[attr-defined]
+    assert (
+        joined.seq < run.all(PublicationRefused)[0].seq > committed.seq
+        and refused[0] == why
+        and set(refused) <= {why, "base_lost"}
+    )
+    assert run.outcome.events["EngineFenced"] == 0 and len(run.all(TargetPersisted)) == 1
+    assert ended(run.outcome) == {"committed": 1, "refused": 2}
+
+
+def poorer(d: Deployment, why: str) -> None:
+    """Whatever engine starts from now on has no room for a second copy, or takes no transport but files."""
+    if why == "mode":
+        d.shape = replace(d.shape, single_copy=d.shape.engines)
+    else:
+        inference = msgspec.structs.replace(d.config.inference, accepts=("files",))
+        d.config = msgspec.structs.replace(d.config, inference=inference)
+
+
+# -- words
+
+
+def test_who_names_the_head_with_another_digest_does_not_serve_until_it_has_the_right_one(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lied: list[str] = []
+
+    def lie(self: Agent, *said: object) -> Event:
+        event = _verified(self, *said)  # type: ignore[arg-type]
+        if self.me.boot == "engine-0.1" and not lied:
+            lied.append("0" * 32)
+            return msgspec.structs.replace(event, manifest=lied[0])  # type: ignore[type-var]
+        return event
+
+    monkeypatch.setattr(Agent, "_verified", lie)
+    run = Run(seed, lambda d: None)
+    wrong, right = run.all(ReceiverVerified, boot="engine-0.1")[:2]
+    assert (wrong.event.manifest, wrong.event.load_id) == (lied[0], right.event.load_id)  # type: ignore[attr-defined]
+    assert lied[0] != right.event.manifest  # type: ignore[attr-defined]
+    answers = [r.event for r in run.deployment.truth.records if isinstance(r.event, InferenceRecorded)]
+    assert all(e.as_of >= right.seq for e in answers if e.boot == "engine-0.1")
+    assert ended(run.outcome) == {"committed": 3}
+
+
+_verified = Agent._verified
+
+
+def test_an_engine_that_restarts_between_its_verification_and_the_commit_has_itself_proven_nothing(
+    seed: int,
+) -> None:
+    """The other member is late, so that the new boot joins before the commit: the elder's word counts."""
+
+    def script(d: Deployment) -> None:
+        d.when("SenderReady", lambda: d.pause("engine-1", 1.7))
+        d.when("ReceiverVerified", lambda: d.current("engine-0").kill(), 2, boot="engine-0.1")
+
+    run = Run(seed, script)
+    joined, committed = run.all(EngineJoined, boot="engine-0.2")[0], run.all(ReleaseCommitted)[0]
+    assert joined.seq < committed.seq and "engine-0.1" in [e.boot for e in committed.event.evidence]  # type: ignore[attr-defined]
+    proven = [r for r in run.all(ReceiverVerified, boot="engine-0.2") if r.seq < committed.seq]
+    assert {r.event.load_id for r in proven} == {committed.event.parent}  # type: ignore[attr-defined]
+    assert ended(run.outcome) == {"committed": 3}
+
+
+# -- what only a person may do
+
+
+def test_a_trainer_that_mutates_in_place_and_dies_in_its_step_stops_training_until_a_person_decides(seed: int) -> None:
+    run = Run(seed, lambda d: d.when("JobStarted", lambda: d.current("trainer").kill()), Shape(in_place=True))
+    doubt = run.all(JobAmbiguous)[0]
+    after = next(r for r in run.all(Event) if r.seq > doubt.seq and r.name in ("JobStarted", "JobDiscarded"))
+    assert after.event.request > doubt.seq  # type: ignore[attr-defined]
+    assert sum(ended(run.outcome).values()) == 3 - len(run.all(JobDiscarded))
+
+
+def test_what_a_step_in_place_has_changed_is_never_taken_for_the_base_again(seed: int) -> None:
+    """Some steps fail half-way, some candidates are rejected: the next is trained from the stored base."""
+    run = Run(seed, lambda d: None, Shape(in_place=True, jobs=6, eager=seed % 2 == 0), reject=0.3, drop=0.3)
+    assert run.outcome.events["JobDropped"] + run.outcome.events["CandidateRejected"] >= 1
+    assert len(run.all(CandidateReady)) >= 2
+
+
+def test_a_held_candidate_is_published_only_when_a_person_has_promoted_it(seed: int) -> None:
+    run = Run(seed, lambda d: None, Shape(hold=True))
+    selected = run.all(CandidateSelected)
+    assert all(r.event.request and r.event.selector == "ann" for r in selected)  # type: ignore[attr-defined]
+    assert len(selected) + len(run.all(JobDiscarded)) == 3
+    assert ended(run.outcome).get("committed", 0) == len(selected)
+
+
+def test_what_cannot_be_ended_keeps_its_component_down_until_a_person_asks_for_it(seed: int) -> None:
+    def script(d: Deployment) -> None:
+        d.when("ScenarioRegistered", lambda: d._remain(d.current("engine-0")))
+
+    run = Run(seed, script)
+    unsure = run.all(CleanupUnconfirmed)
+    starts = [r for r in run.all(ComponentStarted) if r.event.component == "engine-0"]  # type: ignore[attr-defined]
+    resumed = run.all(RecoveryResumed)
+    assert len(starts) == 2 and len(unsure) == len(resumed) >= 1
+    assert resumed[-1].seq < starts[1].seq
+    assert ended(run.outcome) == {"committed": 3}
+
+
+def test_an_engine_that_is_cut_off_stops_when_its_lease_is_over_and_without_a_lease_goes_on(seed: int) -> None:
+    """It is cut off as it serves the first release; whether it may generate later is asked of the agent itself."""
+    for lease_s, serves in ((2.0, False), (0.0, True)):
+        seen: list[bool] = []
+
+        def script(d: Deployment, seen: list[bool] = seen) -> None:
+            def cut() -> None:
+                boot = d.current("engine-0")
+                boot.link.cut()
+                d._after(2.2, lambda: seen.append(boot.agent.may_generate()))  # type: ignore[union-attr]
+                d._after(5.0, boot.link.mend)
+
+            d.when("ReleaseCommitted", lambda: d._after(0.1, cut))
+
+        run = Run(seed, script, Shape(lease_s=lease_s, jobs=2))
+        assert seen == [serves] and ended(run.outcome) == {"committed": 2}

@@ -24,7 +24,7 @@ from reef_bus.events import (
     ScenarioRegistered,
 )
 from reef_bus.journal import LOG
-from tests.fleet import Audit
+from tests.judge import Audit
 from tests.simulation.boots import STORE, Boot
 from tests.simulation.hands import Registry
 
@@ -75,8 +75,17 @@ class Truth:
                     raise Violation(f"event {recorded.seq}: {event.candidate} was not trained from {base}")
             case ReleaseCommitted(load_id=load_id, manifest=manifest, parent=parent):
                 content = self.content[load_id] = contents[manifest]
-                if self.registry.parents[content] != self.content[parent]:
+                if not self.audit.rollback and self.content[parent] not in self._ancestors(content):
                     raise Violation(f"event {recorded.seq}: {load_id} was not trained from {parent}")
+
+    def _ancestors(self, content: bytes) -> list[bytes]:
+        """What it was trained from, and what that was, as long as only what was superseded lies between."""
+        fates, made, contents = self.audit.fates, self.audit.made, self.registry.contents
+        superseded = {contents[made[name].manifest] for name, fate in fates.items() if fate == "superseded"}
+        found = [self.registry.parents[content]]
+        while found[-1] in superseded:
+            found.append(self.registry.parents[found[-1]])
+        return found
 
     # -- after every step, and every answer
 
@@ -91,6 +100,9 @@ class Truth:
             raise Violation(f"{boot.name} serves {head and head.load_id} with the memory of {held or 'no release'}")
         if Member(boot.component, boot.name) in self.audit.fence(agent.world.seq):
             raise Violation(f"{boot.name} may generate at {agent.world.seq}, where a fence covers it")
+        lease_s, link = agent.config.inference.lease_s, boot.link
+        if lease_s and not link.up.is_set() and boot.loop.now > link.cut_at + lease_s and agent.may_generate():
+            raise Violation(f"{boot.name} may generate at {boot.loop.now:.3f} s, cut off since {link.cut_at:.3f} s")
 
     def check_answer(self, answer: Generated) -> None:
         if bytes(answer.completion.ids) != self.content.get(answer.load_id):
@@ -107,6 +119,8 @@ class Truth:
             and all(candidate in world.publications.ended for candidate in world.training.selected)
             and world.publications.open is None
             and world.training.job is None
+            and not self.audit.pending
+            and not world.requests
             and all(may_generate(world, name, engine.boot) for name, engine in engines.items())
         )
 

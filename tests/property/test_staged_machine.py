@@ -18,7 +18,7 @@ from reef_bus.core import effects as do
 from reef_bus.core import reactions
 from reef_bus.core.effects import Debt, Effect, Policy
 from reef_bus.core.serving import may_generate
-from reef_bus.events import Event, Member, Recorded, ReleaseCommitted, TargetPersisted
+from reef_bus.events import Event, Recorded
 from tests import facts
 from tests.fleet import FAULTS, Actor, Fault, Fleet
 from tests.judge import Audit
@@ -30,37 +30,15 @@ MODES: tuple[Modes, ...] = (("staged", "staged"), ("staged", "fenced"))
 
 
 class Mixed(Audit):
-    """The invariants again, where a target says by its mode whom it stops and which word proves it."""
+    """The invariants again, and how often somebody swapped."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.modes: list[tuple[int, str]] = [(0, "fenced")]
         self.swaps = 0
 
-    def fence(self, seq: int) -> frozenset[Member]:
-        mode = next(mode for since, mode in reversed(self.modes) if since <= seq)
-        return super().fence(seq) if mode == "fenced" else frozenset()
-
     def _saw(self, recorded: Recorded) -> None:
-        event = recorded.event
-        if isinstance(event, TargetPersisted):
-            self.modes.append((recorded.seq, event.mode))
-        if recorded.name == "EngineStaged":
-            self.words.setdefault((recorded.boot, event.publication, event.attempt), event)  # type: ignore[attr-defined]
-        self.swaps += recorded.name == "ReceiverVerified" and event.method == "swapped"  # type: ignore[attr-defined]
+        self.swaps += recorded.name == "ReceiverVerified" and recorded.event.method == "swapped"  # type: ignore[attr-defined]
         super()._saw(recorded)
-
-    def _commit(self, event: ReleaseCommitted) -> None:
-        """As a fenced one, once the stagings that it stands on are read as the proofs that they are."""
-        words = self.words
-        if self.modes[-1][1] == "staged":
-            proofs = {key: word for key, word in words.items() if type(word).__name__ == "EngineStaged"}
-            self.words = {
-                key: replace(facts.verified("e", 0, "c"), load_id=word.load_id, manifest=word.manifest)  # type: ignore[attr-defined]
-                for key, word in proofs.items()
-            }
-        super()._commit(event)
-        self.words = words
 
 
 class Staging(Fleet):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import contextlib
 import copy
 import difflib
 import json
@@ -272,7 +273,8 @@ def main() -> int:
     parser.add_argument("--json", action="store_true", help="every verdict as JSON")
     asked = parser.parse_args()
     trial = Trial(sample(asked.module, asked.limit, asked.seed))
-    status = pytest.main(["-q", "-p", "no:cacheprovider", "--no-header", "--no-summary", *UNITS], plugins=[trial])
+    with contextlib.redirect_stdout(sys.stderr):
+        status = pytest.main(["-q", "-p", "no:cacheprovider", "--no-header", "--no-summary", *UNITS], plugins=[trial])
     if status not in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
         return 2
     print(json.dumps([_report(each) for each in trial.verdicts]) if asked.json else _table(trial.verdicts))

@@ -5,6 +5,10 @@ Knows: the list and its catches. Must not know: what any of them breaks.
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
+
 import pytest
 
 from reef_bus.core.void import Tail, why_void
@@ -62,3 +66,12 @@ def test_a_mutant_is_one_small_change_of_one_function() -> None:
     for mutant in made:
         function, code = coded(mutant)
         assert code.co_name == function.__name__ and code != function.__code__ and mutant.diff
+
+
+def test_the_command_says_what_caught_each_mutant() -> None:
+    """There is one mutant in the smallest module: a violation is not entered."""
+    command = [sys.executable, "-m", "tests.simulation.mutants", "--module", "findings", "--json"]
+    done = subprocess.run(command, cwd=CORE.parents[1], capture_output=True, text=True, check=True)
+    (verdict,) = json.loads(done.stdout)
+    assert (verdict["path"], verdict["by"]) == ("reef_bus.core.invariants.findings:Findings.add", "units")
+    assert verdict["what"].startswith("tests/unit/test_")

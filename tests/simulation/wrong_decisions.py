@@ -114,8 +114,6 @@ DECISIONS = (
         history(
             histories.test_an_excluded_engine_that_finishes_after_all_counts_for_nothing_and_serves_only_as_another_boot
         ),
-        shielded="what does not verify costs attempts and nothing else: three end a publication, and who is gone "
-        "or silent is excluded by other rules; a unit test of the publisher holds the rule",
     ),
     Breakage(
         "attempts-without-end",

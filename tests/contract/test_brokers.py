@@ -167,8 +167,8 @@ async def test_the_clients_own_async_publish_never_hears_of_a_refusal(single: Se
 
 async def test_what_nobody_acknowledges_is_dropped_at_speed_without_a_word(single: Served) -> None:
     """A server holds 128 MiB of what it has not stored yet; what is sent beyond that is gone."""
-    sent = 60 * 50
-    await asyncio.to_thread(flood, single.servers.port, f"reef.{single.deployment}.operator.me.Asked", 60, 50)
+    sent = 240 * 50
+    await asyncio.to_thread(flood, single.servers.port, f"reef.{single.deployment}.operator.me.Asked", 240, 50)
     stored, before = await single.clients[0].head(LOG), -1
     while stored != before:
         await asyncio.sleep(0.5)

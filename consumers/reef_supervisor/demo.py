@@ -25,7 +25,6 @@ import psutil
 from consumers.reef_supervisor.commands import RELEASES, TARGET
 from consumers.reef_supervisor.deployment import CONFIG_FILE, Deployment, deployment
 from consumers.reef_supervisor.harness import GROUP_SIZE, Harness, Scored, harness
-from consumers.reef_supervisor.role import components
 from consumers.reef_supervisor.screen import Screen
 from consumers.reef_supervisor.tally import Tally
 from reef_bus.artifacts import ArtifactStore
@@ -328,7 +327,7 @@ async def _until_asked(demo: Coroutine[Any, Any, int]) -> int:
 
 
 def _check(args: argparse.Namespace) -> None:
-    roles = [*components(Config(publication=Publication(publishers=1))), "nats"]
+    roles = [*Config(publication=Publication(publishers=1)).components(), "nats"]
     for order in args.kill:
         component, _, event = order.partition("@")
         if component not in roles:

@@ -38,11 +38,6 @@ WATCH_S = 0.05
 MAX_SERVER_STARTS = 20  # of the embedded server, per supervisor: beyond, its disk or its port is broken
 
 
-def components(config: Config) -> dict[str, str]:
-    """Component id → role, in the order in which they are started."""
-    return config.components()
-
-
 class Supervisor(Role):
     """One supervisor process and the children that it owns."""
 
@@ -57,7 +52,7 @@ class Supervisor(Role):
         self.config = config
         self.path = path
         self.extra = dict(extra or {})
-        self.roles = components(config)
+        self.roles = config.components()
         self.children: dict[str, Child] = {}
         self.stopping = False
 

@@ -24,7 +24,7 @@ from consumers.reef_supervisor.commands import _demo
 from consumers.reef_supervisor.demo import _config
 from consumers.reef_supervisor.harness import Scored, score
 from consumers.reef_supervisor.processes import Child
-from consumers.reef_supervisor.role import Supervisor, components
+from consumers.reef_supervisor.role import Supervisor
 from consumers.reef_supervisor.tally import Tally
 from reef_bus import process
 from reef_bus.config import Config, dump, load
@@ -63,7 +63,7 @@ IGNORE = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)"
 
 
 def test_every_role_is_started_and_the_gateway_last() -> None:
-    assert components(Config()) == {
+    assert Config().components() == {
         "trainer": "trainer",
         "engine-0": "engine",
         "engine-1": "engine",
@@ -71,7 +71,7 @@ def test_every_role_is_started_and_the_gateway_last() -> None:
         "publisher-2": "publisher",
         "gateway": "gateway",
     }
-    assert list(components(Config()))[-1] == "gateway"
+    assert list(Config().components())[-1] == "gateway"
 
 
 async def test_stop_asks_and_then_insists_and_nothing_is_owed_any_more(

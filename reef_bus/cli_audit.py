@@ -13,9 +13,9 @@ from pathlib import Path
 import msgspec
 
 from reef_bus.artifacts import ArtifactStore
-from reef_bus.audit import History, read_export, read_history, write_export
+from reef_bus.audit import History, audit_export, audit_history, read_history, write_export
 from reef_bus.cli_log import paint, say, say_json
-from reef_bus.core.invariants import Audit, check
+from reef_bus.core.invariants import Audit
 from reef_bus.inspect import head, opened
 from reef_bus.journal import LOG, RECORDS
 
@@ -24,8 +24,7 @@ OK, NOT_IN_ORDER = 0, 1
 
 async def audit(args: argparse.Namespace) -> int:
     """Exit status 1 on a violation."""
-    history = read_export(Path(args.file)) if args.file else await _history(args)
-    found = check(history.log, history.records, history.batches, history.start)
+    found = audit_export(Path(args.file)) if args.file else audit_history(await _history(args))
     if args.json:
         say_json(msgspec.to_builtins(found))
     else:

@@ -14,6 +14,7 @@ import os
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import ParamSpec, TypeVar
 
 from reef_bus.core.effects import Append, Debt, Me, Retire
@@ -92,6 +93,7 @@ class Runner:
         self.halted = ""
         self._effects: dict[str, asyncio.Task[Event | None]] = {}
         self._scopes: dict[str, contextlib.AsyncExitStack] = {}
+        self._bare: set[str] = set()  # facts that need no effect: none is kept, what is owed now is appended
         self._settled: set[str] = set()
         self._tried: dict[str, dict[str, bool]] = {}  # key → ids of its appends, and whether the fold accepted them
         self._closing: set[asyncio.Task[None]] = set()
@@ -102,7 +104,7 @@ class Runner:
         """Returns never; raises Retired at the end of the boot, and whatever an effect failed with."""
         try:
             async with asyncio.TaskGroup() as group:
-                for part in (self._follow(), self._react(), self._write(), self._beat()):
+                for part in (self._follow(), self._tick(), self._react(), self._write(), self._beat()):
                     group.create_task(part)
         except BaseExceptionGroup as failed:
             raise _first(failed) from None
@@ -153,13 +155,16 @@ class Runner:
 
     # -- react
 
+    async def _tick(self) -> None:
+        """Time alone makes some debts."""
+        while True:
+            await asyncio.sleep(self.tick_s)
+            self._ask.set()
+
     async def _react(self) -> None:
         await self.reached(await self._head())  # replay to the head, then ask: half a log owes the wrong things
         while True:
-            with contextlib.suppress(TimeoutError):
-                # Not wait_for: on Python 3.11 it swallows a cancellation that comes together with the event.
-                async with asyncio.timeout(self.tick_s):
-                    await self._ask.wait()
+            await self._ask.wait()
             self._ask.clear()
             if self.halted:
                 continue
@@ -170,9 +175,12 @@ class Runner:
             if gone:
                 self._closing.add(asyncio.create_task(self._drop(gone)))
             self._closing = {task for task in self._closing if not task.done()}
+            before, self._bare = self._bare, {key for key, debt in debts.items() if isinstance(debt.effect, Append)}
             for key, debt in debts.items():
-                if key not in self._effects:
+                if key not in self._effects and key not in self._bare:
                     self._start(debt)
+            if self._bare - before:
+                self._wake()
 
     def _owed(self) -> Sequence[Debt]:
         return self.role.react(self.world, self.clock())
@@ -185,8 +193,6 @@ class Runner:
     async def _perform(self, debt: Debt, scope: contextlib.AsyncExitStack) -> Event | None:
         if isinstance(debt.effect, Retire):
             raise Retired(debt.effect.why)
-        if isinstance(debt.effect, Append):
-            return debt.effect.event
         said = ""
         while True:
             try:
@@ -221,7 +227,7 @@ class Runner:
             if debt is None:
                 await moved.wait()
                 continue
-            event = _current(debt, self._effects[debt.key].result())
+            event = debt.effect.event if isinstance(debt.effect, Append) else self._effects[debt.key].result()
             if event is None or await self._append(debt, event):
                 self._settled.add(debt.key)
             else:
@@ -234,7 +240,8 @@ class Runner:
         for task in self._effects.values():
             if task.done() and not task.cancelled() and (error := task.exception()):
                 raise error
-        done = {k for k, task in self._effects.items() if task.done() and not task.cancelled()} - self._settled
+        done = {k for k, task in self._effects.items() if task.done() and not task.cancelled()} | self._bare
+        done -= self._settled
         return next((debt for debt in self._owed() if debt.key in done), None) if done else None
 
     async def _append(self, debt: Debt, event: Event) -> bool:
@@ -300,12 +307,6 @@ class Runner:
             await asyncio.sleep(self.beat_s)
 
 
-def _current(debt: Debt, result: Event | None) -> Event | None:
-    """The fact to append. A bare one has no effect to keep: it is what is owed now, not what was owed when its key
-    was first seen; meanwhile an engine may have joined, or another be guilty."""
-    return debt.effect.event if isinstance(debt.effect, Append) else result
-
-
 def _first(failed: BaseExceptionGroup[BaseException]) -> BaseException:
     """The one exception worth showing: a retirement before anything else."""
     leaves: list[BaseException] = []
@@ -316,15 +317,15 @@ def _first(failed: BaseExceptionGroup[BaseException]) -> BaseException:
 
 async def blocking(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     """Run a blocking call in a thread. Cancelled, however often, it still waits: no call outlives its await."""
-    task = asyncio.ensure_future(asyncio.to_thread(function, *args, **kwargs))
+    call = asyncio.get_running_loop().run_in_executor(None, partial(function, *args, **kwargs))
     cancelled: asyncio.CancelledError | None = None
-    while not task.done():
+    while not call.done():
         try:
-            await asyncio.wait({task})  # which, unlike awaiting it, passes no cancellation on
+            await asyncio.wait({call})  # which, unlike awaiting it, passes no cancellation on
         except asyncio.CancelledError as error:
             cancelled = error
     if cancelled is None:
-        return task.result()
-    if not task.cancelled():
-        task.exception()  # seen: nobody is left to tell
+        return call.result()
+    if not call.cancelled():
+        call.exception()  # seen: nobody is left to tell
     raise cancelled

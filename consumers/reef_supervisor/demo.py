@@ -28,10 +28,10 @@ from consumers.reef_supervisor.harness import GROUP_SIZE, Harness, Scored, harne
 from consumers.reef_supervisor.screen import Screen
 from consumers.reef_supervisor.tally import Tally
 from reef_bus.artifacts import ArtifactStore
-from reef_bus.audit import read_history
+from reef_bus.audit import audit_history, read_history
 from reef_bus.config import Config, Nats, Publication, Training, load
 from reef_bus.core.effects import Deadlines, Restarts
-from reef_bus.core.invariants import Audit, check
+from reef_bus.core.invariants import Audit
 from reef_bus.core.serving import serving
 from reef_bus.core.world import World
 from reef_bus.errors import Rejected, Unavailable
@@ -150,7 +150,7 @@ class Demo:
             ) from error
         seconds = time.monotonic() - self.began
         history = await read_history(running.journal, ArtifactStore(running.config.folder("artifacts")))
-        audit = check(history.log, history.records, history.batches, history.start)
+        audit = audit_history(history)
         return self._summary(running, audit, final, seconds)
 
     async def _first_answer(self, running: Deployment, client: Harness) -> None:

@@ -61,6 +61,11 @@ class World(msgspec.Struct):
         return found.seq if found else 0
 
 
+def ignored(world: World, recorded: Recorded) -> bool:
+    """Whether `fold` will find the event void."""
+    return bool(why_void(world.tails.get(recorded.event.chain) or Tail(), recorded))
+
+
 def fold(world: World, recorded: Recorded) -> str:
     """Apply the next event of LOG. Returns why it is void, or an empty string if it counts.
 
@@ -72,7 +77,6 @@ def fold(world: World, recorded: Recorded) -> str:
     void = why_void(tail, recorded)
     if not void:
         _check(world, recorded)
-        _check_start(recorded, world.start)
         _evolve(world, recorded)
     world.tails[family] = tail
     advance(tail, recorded, void=bool(void))
@@ -143,9 +147,23 @@ def _check(world: World, recorded: Recorded) -> None:
         check(world, recorded, event)
 
 
-def _check_rules(world: World, recorded: Recorded, event: LogOpened) -> None:
+def _check_opening(world: World, recorded: Recorded, event: LogOpened) -> None:
+    """A log that goes on from another one does so from exactly its last event, in numbers too."""
+    start = world.start
     if event.rules != RULES:
         _contradiction(recorded, f"the log is folded by rules {event.rules}, this version knows rules {RULES}")
+    if (event.start is None) != (start is None):
+        named = event.start.digest if event.start else "none"
+        _contradiction(recorded, f"its start is blob {named}, which was not read along")
+    if start is None:
+        return
+    if (start.seq, start.id) != (event.predecessor_seq, event.predecessor_id):
+        found = f"event {event.predecessor_seq} {event.predecessor_id}"
+        _contradiction(recorded, f"it follows {found}, its start is the state after {start.seq} {start.id}")
+    if recorded.seq != start.seq + 1:
+        _contradiction(recorded, f"its predecessor ends at {start.seq}")
+    if why := why_not(start):
+        _contradiction(recorded, f"its start contradicts itself: {why}")
 
 
 def _check_base(world: World, recorded: Recorded, event: JobDispatched) -> None:
@@ -156,23 +174,6 @@ def _check_base(world: World, recorded: Recorded, event: JobDispatched) -> None:
 def _check_restored(world: World, recorded: Recorded, event: TrainerRestored) -> None:
     if event.candidate not in world.training.candidates:
         _contradiction(recorded, f"{event.candidate} was never a candidate")
-
-
-def _check_start(recorded: Recorded, start: Start | None) -> None:
-    """A log that goes on from another one does so from exactly its last event, in numbers too."""
-    event = recorded.event
-    named = event.start if isinstance(event, LogOpened) else None
-    if (named is None) != (start is None):
-        _contradiction(recorded, f"its start is blob {named.digest if named else 'none'}, which was not read along")
-    if start is None or not isinstance(event, LogOpened):
-        return
-    if (start.seq, start.id) != (event.predecessor_seq, event.predecessor_id):
-        found = f"event {event.predecessor_seq} {event.predecessor_id}"
-        _contradiction(recorded, f"it follows {found}, its start is the state after {start.seq} {start.id}")
-    if recorded.seq != start.seq + 1:
-        _contradiction(recorded, f"its predecessor ends at {start.seq}")
-    if why := why_not(start):
-        _contradiction(recorded, f"its start contradicts itself: {why}")
 
 
 def _check_candidate(world: World, recorded: Recorded, event: CandidateReady) -> None:
@@ -268,7 +269,7 @@ def _kind(staged: bool) -> str:
 
 
 CHECKS: Mapping[type[Event], Callable[[World, Recorded, Any], None]] = {
-    LogOpened: _check_rules,
+    LogOpened: _check_opening,
     JobDispatched: _check_base,
     TrainerRestored: _check_restored,
     CandidateReady: _check_candidate,

@@ -1,8 +1,9 @@
-"""How fast an export is audited: `python -m tests.bench.audit [--json] [--events N] [--keep FILE]`.
+"""How fast an export is audited: `python -m tests.bench.audit [--json] [--events N] [--answers N] [--keep FILE]`.
 
 Knows: a long clean history in the shape of real ones, and a stopwatch. Must not know: how the audit works.
-Figures are medians in LOG events a second. A machine is told by its load, and by one pass of `json.loads` over the same
-file in the same run: ratios to that pass can be compared between machines, events a second cannot.
+Figures are medians in events a second, LOG and RECORDS together (the fold: of LOG alone). A machine is told by its
+load, and by one pass of `json.loads` over the same file in the same run: ratios to that pass can be compared between
+machines, events a second cannot.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ from typing import Any
 
 import msgspec
 
-from reef_bus.audit import History, read_export, write_export
+from reef_bus.audit import History, audit_export, audit_history, read_export, write_export
 from reef_bus.core.ids import derived
-from reef_bus.core.invariants import Consumption, Trained, check
+from reef_bus.core.invariants import Consumption, Trained
 from reef_bus.core.world import World, fold
 from reef_bus.events import (
     ComponentLost,
@@ -58,18 +59,18 @@ from tests.facts import (
     trained,
     verified,
 )
-from tests.spec import MILLI, T0, Scribe, Step, by
+from tests.spec import MILLI, T0, Scribe, Step, by, chained_to
 
 RUNS = 5
 FAULT_EVERY, DROP_EVERY, REFUSE_EVERY = 16, 4, 4  # releases between two faults of a kind
 
 
 class Chronicle:
-    """A deployment's history: every job consumes one answer; now and then e1 fails and comes back as a new boot, a job
-    is dropped, a candidate refused."""
+    """A deployment's history: every job consumes so many `answers`; now and then e1 fails and comes back as a new boot,
+    a job is dropped, a candidate refused, and what a dead attempt's member still has to say is void."""
 
-    def __init__(self) -> None:
-        self.log, self.records = Scribe(), list[Recorded]()
+    def __init__(self, answers: int) -> None:
+        self.log, self.records, self.answers = Scribe(), list[Recorded](), answers
         self.batches: dict[str, Consumption] = {}
         self.engine, self.starts, self.releases, self.base = E1, 1, 0, "base"
         self.say(*SERVING)
@@ -96,11 +97,12 @@ class Chronicle:
         dispatch, *rest = trained(candidate, self.base, step)
         assert not isinstance(dispatch, tuple)
         self.consume(f"job-{candidate}", step)
-        self.say(msgspec.structs.replace(dispatch, records=1), *rest)
+        self.say(msgspec.structs.replace(dispatch, records=self.answers), *rest)
 
     def drop(self, job: str) -> None:
         self.consume(job, 1)
-        self.say(msgspec.structs.replace(dispatched(job, self.base), records=1), started(job), dropped(job))
+        dispatch = msgspec.structs.replace(dispatched(job, self.base), records=self.answers)
+        self.say(dispatch, started(job), dropped(job))
 
     def refuse(self, candidate: str) -> None:
         self.train(candidate, 1)
@@ -120,6 +122,7 @@ class Chronicle:
     def release_in_two_attempts(self, n: int, candidate: str) -> None:
         self.say(target(n, candidate, E0, self.engine), fenced("e0", n), fenced("e1", n), offered(n, candidate))
         self.say(verified("e0", n, candidate), failed("e1", n), aborted(n, 1, E0, excluded=(self.engine,)))
+        self.say(chained_to(1, failed("e1", n)))  # a late word, which is void
         self.release(n, candidate, 2, E0)
         self.starts += 1
         self.engine = m("e1", self.starts)
@@ -127,17 +130,21 @@ class Chronicle:
         self.say(by(self.engine.boot, joined("e1")), holds("e1", n, candidate))
 
     def consume(self, job: str, step: int) -> None:
-        """One answer by the head, its report, and the batch of the job that is about to be dispatched."""
-        record, member = derived("rec", len(self.records)), (E0, self.engine)[step % 2]
-        at = self.record(record, answer(record, member, self.releases, len(self.log.log)))
-        self.record(f"on-{record}", report(record))
+        """Answers by the head, their reports, and the batch of the job that is about to be dispatched."""
+        taken = [self.answer(step + number) for number in range(self.answers)]
         self.batches[blob(f"batch-{job}").digest] = Consumption(
             job=job,
             step=step,
             base=self.base,
-            records=((record, at),),
-            samples=(Trained(record, L(self.releases), 0.5),),
+            records=tuple(taken),
+            samples=tuple(Trained(record, L(self.releases), 0.5) for record, _ in taken),
         )
+
+    def answer(self, number: int) -> tuple[str, int]:
+        record, member = derived("rec", len(self.records)), (E0, self.engine)[number % 2]
+        at = self.record(record, answer(record, member, self.releases, len(self.log.log)))
+        self.record(f"on-{record}", report(record))
+        return record, at
 
     def record(self, id_: str, event: InferenceRecorded | ReportReceived) -> int:
         seq = len(self.records) + 1
@@ -184,10 +191,10 @@ def report(record: str) -> ReportReceived:
     )
 
 
-def history(events: int) -> History:
-    """At least that many LOG events, ending between two releases."""
-    chronicle = Chronicle()
-    while len(chronicle.log.log) < events:
+def history(events: int, answers: int = 1) -> History:
+    """At least that many events, ending between two releases."""
+    chronicle = Chronicle(answers)
+    while len(chronicle.log.log) + len(chronicle.records) < events:
         chronicle.turn()
     return History(tuple(chronicle.log.log), tuple(chronicle.records), chronicle.batches)
 
@@ -209,9 +216,8 @@ def fold_alone(log: Iterable[Recorded]) -> None:
 
 def audit(path: Path) -> None:
     """What `reef-bus audit FILE` does; it must find nothing, or the history is not the one that is meant here."""
-    found = read_export(path)
-    result = check(found.log, found.records, found.batches)
-    assert not result.violations and not result.unchecked, result
+    result = audit_export(path)
+    assert result.void_events and not result.violations and not result.unchecked, result
 
 
 def seconds(work: Callable[[], object]) -> float:
@@ -228,31 +234,34 @@ def measure(path: Path) -> dict[str, Any]:
         "json.loads": lambda: parse_alone(path),
         "decode": lambda: read_export(path),
         "fold": lambda: fold_alone(held.log),
-        "check": lambda: check(held.log, held.records, held.batches),
+        "check": lambda: audit_history(held),
         "audit": lambda: audit(path),
     }
     rounds = [{name: seconds(work) for name, work in works.items()} for _ in range(RUNS)]
     medians = {name: statistics.median(each[name] for each in rounds) for name in works}
+    events = {**dict.fromkeys(works, len(held.log) + len(held.records)), "fold": len(held.log)}
     return {
         "log_events": len(held.log),
         "records": len(held.records),
         "batches": len(held.batches or {}),
         "bytes": path.stat().st_size,
         "load": [round(each, 2) for each in os.getloadavg()],
-        "events_per_s": {name: round(len(held.log) / median) for name, median in medians.items()},
+        "events_per_s": {name: round(events[name] / median) for name, median in medians.items()},
         "ratio": {name: round(medians["json.loads"] / median, 2) for name, median in medians.items()},
+        "cores": os.cpu_count(),
     }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="how fast an export is audited")
     parser.add_argument("--json", action="store_true", help="one JSON object")
-    parser.add_argument("--events", type=int, default=200_000, help="LOG events of the history")
+    parser.add_argument("--events", type=int, default=250_000, help="of the history, LOG and RECORDS")
+    parser.add_argument("--answers", type=int, default=1, help="for every job; real jobs have a few dozen")
     parser.add_argument("--keep", type=Path, help="also keep the export here")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         path = args.keep or Path(folder, "history.jsonl")
-        write_export(history(args.events), path)
+        write_export(history(args.events, args.answers), path)
         found = measure(path)
     if args.json:
         print(json.dumps(found))

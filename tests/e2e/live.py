@@ -16,10 +16,10 @@ import msgspec
 from consumers.reef_supervisor.deployment import Deployment, deployment
 from consumers.reef_supervisor.harness import Harness, harness
 from reef_bus.artifacts import ArtifactStore
-from reef_bus.audit import read_history
+from reef_bus.audit import audit_history, read_history
 from reef_bus.config import Config, Publication, Training
 from reef_bus.core.effects import Deadlines, Restarts
-from reef_bus.core.invariants import Audit, check
+from reef_bus.core.invariants import Audit
 from reef_bus.core.serving import serving
 from reef_bus.core.world import World
 from reef_bus.events import Recorded
@@ -91,7 +91,7 @@ class Live:
 
     async def audit(self) -> Audit:
         history = await read_history(self.running.journal, ArtifactStore(self.running.config.folder("artifacts")))
-        return check(history.log, history.records, history.batches, history.start)
+        return audit_history(history)
 
 
 @contextlib.asynccontextmanager

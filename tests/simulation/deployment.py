@@ -34,7 +34,7 @@ from tests.spec import SECOND
 FAULTS_S = 25.0
 SETTLED_S = 120.0
 """Faults may fall for so long; after they stop, everything must have come to its end within so long."""
-GC_EVERY = 50
+GC_EVERY = 10
 
 
 @dataclass(frozen=True)
@@ -347,6 +347,7 @@ def simulate(
     before = logging.root.manager.disable
     if before < logging.CRITICAL:  # to say it again would cost a look at every logger
         logging.disable(logging.CRITICAL)
+    collects = gc.isenabled()
     gc.disable()
     try:
         with tempfile.TemporaryDirectory(dir="/dev/shm") as folder, contextlib.chdir(folder):
@@ -356,9 +357,10 @@ def simulate(
     finally:
         if before < logging.CRITICAL:
             logging.disable(before)
-        gc.enable()
         if seed % GC_EVERY == 0:
             gc.collect()
+        if collects:
+            gc.enable()
 
 
 def _simulate(seed: int, found: Deployment) -> Outcome:

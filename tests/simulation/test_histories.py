@@ -352,7 +352,7 @@ def test_a_trainer_that_mutates_in_place_and_dies_in_its_step_stops_training_unt
 
 def test_what_a_step_in_place_has_changed_is_never_taken_for_the_base_again(seed: int) -> None:
     """Some steps fail half-way, some candidates are rejected: the next is trained from the stored base."""
-    run = Run(seed, lambda d: None, Shape(in_place=True, jobs=6, eager=seed % 2 == 0), reject=0.3, drop=0.3)
+    run = Run(seed, lambda d: None, Shape(in_place=True, jobs=9, eager=seed % 2 == 0), reject=0.45, drop=0.45)
     assert run.outcome.events["JobDropped"] + run.outcome.events["CandidateRejected"] >= 1
     assert len(run.all(CandidateReady)) >= 2
 

@@ -1,13 +1,14 @@
-"""The audit's passes over a history: fold and judge, judge drains, replay, fold again without the void events.
+"""The audit: two readings of a history, each by itself, and the comparison of the worlds that they end in.
 
-Knows: the fold, the serving rule, the ledger. Must not know: where a history comes from.
+Knows: the fold, the serving rule, the ledger. Must not know: where a history comes from, or where a reading runs.
+One reading judges answers, and has never heard of an event that is void; the other one keeps the ledger, folds what is
+void, too, and goes through a snapshot half way. Equal worlds are at once the proof of invariants 9 and 11.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
 
 import msgspec
 
@@ -18,94 +19,116 @@ from reef_bus.core.invariants.records import Answer, Batches, index
 from reef_bus.core.serving import fenced, holds_head, live, may_generate
 from reef_bus.core.start import Start
 from reef_bus.core.void import Tail
-from reef_bus.core.world import World, fold
+from reef_bus.core.world import World, fold, ignored
 from reef_bus.errors import ContractError
 from reef_bus.events import InferenceRecorded, Recorded
 
 FINAL = "final"  # the value of the tag `phase` by which a harness marks the answers of its last measurement
 
 
-class Folded(NamedTuple):
-    """The events that could be folded, which of them are void, and the world after them."""
+class Judgement(msgspec.Struct, kw_only=True):
+    """What the first reading found: the world after `folded` events, those that it passed over as void, and whether it
+    stopped at a contradiction there."""
 
-    events: Sequence[Recorded]
-    voids: frozenset[int]
+    findings: Findings
     world: World
+    folded: int
+    voids: list[int]
+    stopped: bool
+
+
+class Account(msgspec.Struct, kw_only=True):
+    """What the second reading found: the world after `folded` events, why it stopped there if it did, and figures."""
+
+    findings: Findings
+    world: World
+    folded: int
+    stopped: str
+    audit: Audit
 
 
 def check(
-    log: Iterable[Recorded], records: Sequence[Recorded], batches: Batches | None, start: Start | None = None
+    log: Sequence[Recorded], records: Sequence[Recorded], batches: Batches | None, start: Start | None = None
 ) -> Audit:
     """Audit a history: LOG and RECORDS from their beginnings, and what its jobs' batches say (None: none at hand).
     `start` is what LOG goes on from; what was before it is audited with its predecessor.
 
     RECORDS must hold what LOG's jobs consumed, and LOG what RECORDS' answers stood on. Never raises for what it finds.
     """
-    events, findings = tuple(log), Findings()
-    ledger = Ledger(findings=findings, answers=index(records, findings), batches=batches)
-    if start is not None:
-        seed(ledger, start)
-    folded = _fold(events, ledger, start)
-    _check_drains(ledger)
-    _replay(folded, start, findings)
-    _fold_without_voids(folded, start, findings)
-    if batches is None and ledger.jobs:
-        findings.unchecked.append(f"what {ledger.jobs} jobs consumed (invariant 6): their batches are not at hand")
-    return _audit(folded, ledger, len(events))
+    return conclude(judge(log, records, start), account(log, records, batches, start), log, start)
 
 
-# -- fold and judge
+def conclude(judged: Judgement, told: Account, log: Sequence[Recorded], start: Start | None) -> Audit:
+    """The audit, of both readings of one history."""
+    ours, theirs = judged.findings, told.findings
+    compared = Findings()
+    _compare(judged, told, log, start, compared)
+    return msgspec.structs.replace(
+        told.audit,
+        violations=(*ours.violations, *theirs.violations, *compared.violations),
+        unchecked=(*ours.unchecked, *theirs.unchecked),
+        void_events=len(judged.voids),
+    )
 
 
-def _fold(events: Sequence[Recorded], ledger: Ledger, start: Start | None) -> Folded:
-    """One pass. Answers come in where they say that they were given; the ledger gets what is not void."""
-    world, voids, findings = World(start=start), set[int](), ledger.findings
-    waiting, judged = _waiting(ledger), 0
-    begin = start.seq if start else 0
-    for count, recorded in enumerate(events):
+# -- the first reading: fold what counts, and judge the answers
+
+
+def judge(log: Sequence[Recorded], records: Iterable[Recorded], start: Start | None) -> Judgement:
+    """Fold what is not void, as if nothing else had ever been stored. Answers come in where they say that they were
+    given."""
+    world, voids, findings = World(start=start), list[int](), Findings()
+    waiting, judged = _waiting(records, start, findings), 0
+    for count, recorded in enumerate(log):
         while judged < len(waiting) and waiting[judged].event.as_of < recorded.seq:
             _judge(world, waiting[judged], findings)
             judged += 1
-        expected = (world.seq or begin) + 1
+        expected = (world.seq or (start.seq if start else 0)) + 1
         if recorded.seq != expected:
             findings.add("gap", f"LOG goes on at {recorded.seq}; expected {expected}", [recorded.seq])
+        if ignored(world, recorded):
+            voids.append(recorded.seq)
+            _pass_over(world, recorded)
+            continue
         try:
-            void = fold(world, recorded)
+            fold(world, recorded)
         except ContractError as error:
-            _contradiction(ledger, recorded, str(error), len(events) - count - 1, len(waiting) - judged)
-            return Folded(events[:count], frozenset(voids), world)
-        if void:
-            voids.add(recorded.seq)
-        else:
-            note(ledger, recorded)
+            findings.add("fold", str(error), [recorded.seq])
+            if count + 1 < len(log) or judged < len(waiting):
+                rest = f"{len(log) - count - 1} events and {len(waiting) - judged} answers from LOG {recorded.seq} on"
+                findings.unchecked.append(f"{rest}: every consumer halts at the contradiction there")
+            return Judgement(findings=findings, world=world, folded=count, voids=voids, stopped=True)
     for answer in waiting[judged:]:
         _judge(world, answer, findings)
-    return Folded(events, frozenset(voids), world)
+    return Judgement(findings=findings, world=world, folded=len(log), voids=voids, stopped=False)
 
 
-def _waiting(ledger: Ledger) -> list[Answer]:
-    """The answers to judge, by where they say that they were given. Of what was given before this log began, only the
-    release is known."""
-    answers, findings = sorted(ledger.answers.by_id.values(), key=lambda answer: answer.event.as_of), ledger.findings
-    begin = ledger.answers.begin
-    early = [answer for answer in answers if 0 < answer.event.as_of <= begin]
+def _pass_over(world: World, recorded: Recorded) -> None:
+    """The place of an event, and nothing else of it."""
+    world.tails.setdefault(recorded.event.chain, Tail()).seq = world.seq = recorded.seq
+    world.last_id, world.time, world.void = recorded.id, recorded.time, world.void + 1
+
+
+def _waiting(records: Iterable[Recorded], start: Start | None, findings: Findings) -> list[Answer]:
+    """The answers to judge, each once, by where they say that they were given. Of what was given before this log began,
+    only the release is known."""
+    by_id: dict[str, Answer] = {}
+    for recorded in records:
+        if isinstance(recorded.event, InferenceRecorded):
+            by_id.setdefault(recorded.event.record, Answer(recorded.seq, recorded.event))
+    answers = sorted(by_id.values(), key=lambda answer: answer.event.as_of)
+    if start is None:
+        return answers
+    early = [answer for answer in answers if 0 < answer.event.as_of <= start.seq]
+    committed = {release.load_id for release in start.releases}
     for seq, event in early:
-        if event.load_id not in ledger.digests:
-            text = f"record {event.record} names {event.load_id}, which was not committed before LOG {begin}"
+        if event.load_id not in committed:
+            text = f"record {event.record} names {event.load_id}, which was not committed before LOG {start.seq}"
             findings.add(1, text, [], [seq])
     if early:
-        text = f"{len(early)} answers as of LOG {begin} or before (invariants 1 and 2): audit the predecessor's archive"
-        findings.unchecked.append(text)
-    return [answer for answer in answers if not 0 < answer.event.as_of <= begin]
-
-
-def _contradiction(ledger: Ledger, recorded: Recorded, text: str, events: int, answers: int) -> None:
-    """No consumer folds past it, so neither do we; the ledger says which invariant it would have broken."""
-    ledger.findings.add("fold", text, [recorded.seq])
-    note(ledger, recorded)
-    if events or answers:
-        rest = f"{events} events and {answers} answers from LOG {recorded.seq} on"
-        ledger.findings.unchecked.append(f"{rest}: every consumer halts at the contradiction there")
+        text = f"{len(early)} answers as of LOG {start.seq} or before (invariants 1 and 2)"
+        findings.unchecked.append(f"{text}: audit the predecessor's archive")
+    return [answer for answer in answers if not 0 < answer.event.as_of <= start.seq]
 
 
 def _judge(world: World, answer: Answer, findings: Findings) -> None:
@@ -135,6 +158,38 @@ def _why_not(world: World, event: InferenceRecorded) -> str:
     return f"its last proof since its fence is {f'{proof.load_id} {proof.manifest}' if proof else 'none'}, not the head"
 
 
+# -- the second reading: fold everything, keep the ledger
+
+
+def account(
+    log: Sequence[Recorded], records: Sequence[Recorded], batches: Batches | None, start: Start | None
+) -> Account:
+    """Fold everything, with a snapshot half way; the ledger gets what is not void."""
+    world, findings = World(start=start), Findings()
+    ledger = Ledger(findings=findings, answers=index(records, findings), batches=batches)
+    if start is not None:
+        seed(ledger, start)
+    folded, stopped, middle = 0, "", len(log) // 2
+    for recorded in log:
+        if folded == middle:
+            world = msgspec.msgpack.decode(msgspec.msgpack.encode(world), type=World)
+        try:
+            void = fold(world, recorded)
+        except ContractError as error:  # no consumer folds past it, so neither do we
+            stopped = str(error)
+            note(ledger, recorded)  # which invariant it would have broken
+            break
+        if not void:
+            note(ledger, recorded)
+        folded += 1
+    _check_drains(ledger)
+    if batches is None and ledger.jobs:
+        findings.unchecked.append(f"what {ledger.jobs} jobs consumed (invariant 6): their batches are not at hand")
+    return Account(
+        findings=findings, world=world, folded=folded, stopped=stopped, audit=_audit(world, ledger, len(log))
+    )
+
+
 def _check_drains(ledger: Ledger) -> None:
     """Invariant 2: who says that generation has stopped has nothing left to answer."""
     for seq, event in ledger.answers.by_id.values():
@@ -146,48 +201,37 @@ def _check_drains(ledger: Ledger) -> None:
             ledger.findings.add(2, text, [stops[place]], [seq])
 
 
-# -- fold again
+# -- the comparison
 
 
-def _replay(folded: Folded, start: Start | None, findings: Findings) -> None:
-    """Invariant 9: the same events, from the start and half way through a snapshot, give the same world."""
-    world, middle = World(start=start), len(folded.events) // 2
-    try:
-        for count, recorded in enumerate(folded.events):
-            if count == middle:
-                world = msgspec.msgpack.decode(msgspec.msgpack.encode(world), type=World)
-            fold(world, recorded)
-    except ContractError as error:
-        findings.add(9, f"replayed, an event that was folded contradicts the log: {error}", [error.seq])
+def _compare(
+    judged: Judgement, told: Account, log: Sequence[Recorded], start: Start | None, findings: Findings
+) -> None:
+    """Invariant 9: the same events, from the start and half way through a snapshot, give the same world. Invariant 11:
+    had the void events never been stored, nothing but their places would be different."""
+    if told.stopped and not judged.stopped:
+        text = f"replayed, an event that was folded contradicts the log: {told.stopped}"
+        findings.add(9, text, [log[told.folded].seq])
         return
-    if world != folded.world:
-        text = f"replayed to LOG {folded.world.seq}, the world differs in {_difference(world, folded.world)}"
-        findings.add(9, text, [folded.world.seq])
-
-
-def _fold_without_voids(folded: Folded, start: Start | None, findings: Findings) -> None:
-    """Invariant 11: had the void events never been stored, nothing but their places would be different."""
-    if not folded.voids:
+    if (judged.folded, judged.world) == (told.folded, told.world):
         return
+    difference = _difference(judged.world, told.world)
+    if judged.voids and _refold(log[: told.folded], start) == told.world:
+        findings.add(11, f"void events changed the world's {difference}", judged.voids)
+    else:
+        text = f"replayed to LOG {told.world.seq}, the world differs in {difference}"
+        findings.add(9, text, [told.world.seq])
+
+
+def _refold(log: Iterable[Recorded], start: Start | None) -> World | None:
+    """All events, void or not, without a snapshot; None if that ends in a contradiction."""
     world = World(start=start)
     try:
-        for recorded in folded.events:
-            if recorded.seq not in folded.voids:
-                world.tails.setdefault(recorded.event.chain, Tail()).seq = recorded.prev
-                fold(world, recorded)
-    except ContractError as error:
-        findings.add(11, f"without the void events, the log contradicts itself: {error}", folded.voids)
-        return
-    found, expected = _content(folded.world), _content(world)
-    if found != expected:
-        findings.add(11, f"void events changed the world's {_difference(found, expected)}", folded.voids)
-
-
-def _content(world: World) -> World:
-    """The world without the places of events: equal contents mean the same to everybody."""
-    tails = {name: msgspec.structs.replace(tail, seq=0) for name, tail in world.tails.items()}
-    kept = {name: tail for name, tail in tails.items() if tail != Tail()}
-    return msgspec.structs.replace(world, seq=0, last_id="", time=0, void=0, tails=kept)
+        for recorded in log:
+            fold(world, recorded)
+    except ContractError:
+        return None
+    return world
 
 
 def _difference(one: World, other: World) -> str:
@@ -197,14 +241,15 @@ def _difference(one: World, other: World) -> str:
 # -- figures
 
 
-def _audit(folded: Folded, ledger: Ledger, log_events: int) -> Audit:
-    answers, findings = ledger.answers, ledger.findings
+def _audit(world: World, ledger: Ledger, log_events: int) -> Audit:
+    """All but what both readings find together."""
+    answers = ledger.answers
     engines = dict.fromkeys(sorted(ledger.engines), 0)
     for answer in answers.by_id.values():
         engines[answer.event.engine] = engines.get(answer.event.engine, 0) + 1
     return Audit(
-        violations=tuple(findings.violations),
-        void_events=len(folded.voids),
+        violations=(),
+        void_events=world.void,
         log_events=log_events,
         records=len(answers.by_id),
         reports=len(answers.reports),
@@ -216,8 +261,8 @@ def _audit(folded: Folded, ledger: Ledger, log_events: int) -> Audit:
         engines=engines,
         rewards=_rewards(ledger),
         final=_final(ledger),
-        unchecked=tuple(findings.unchecked),
-        open=tuple(_open(folded.world, ledger)),
+        unchecked=(),
+        open=tuple(_open(world, ledger)),
     )
 
 

@@ -1,6 +1,6 @@
 """Histories for the audit: read from a live deployment or from an export, written as one, and audited.
 
-Knows: both streams, the batches beside them, JSON lines, processes. Must not know: what any of it must look like
+Knows: both streams, the batches beside them, JSON lines. Must not know: what any of it must look like
 (`core/invariants`).
 """
 
@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import multiprocessing
 from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -18,7 +16,6 @@ import msgspec
 
 from reef_bus.artifacts import ArtifactStore
 from reef_bus.core.invariants import Audit, Batches, Consumption, Trained, Unread, check
-from reef_bus.core.invariants.walk import Account, account, conclude, judge
 from reef_bus.core.start import Start
 from reef_bus.envelope import decode_line, from_json, to_json
 from reef_bus.errors import ContractError, Rejected, Unavailable
@@ -31,8 +28,15 @@ from reef_bus.topology import FAMILIES
 
 BATCH, START = "BATCH", "START"
 BATCH_LINE = b'{"stream":"BATCH",'  # as `write_export` begins one
-WORTH_A_PROCESS = 16 << 20  # bytes of an export: to read that takes longer than to start a process
+HOMES = {family.name: family.stream for family in FAMILIES.values()}
 CUT_TRIES = 100  # a head costs a round trip, and LOG moves a few times a second
+
+
+class _Digest(msgspec.Struct):
+    digest: str
+
+
+_DIGEST, _CONSUMPTION = msgspec.json.Decoder(_Digest), msgspec.json.Decoder(Consumption)
 
 
 class History(msgspec.Struct, frozen=True):
@@ -112,40 +116,17 @@ def consumption(batch: Batch) -> Consumption:
 # -- the audit
 
 
+def audit_export(path: Path | str) -> Audit:
+    """`check` of an export. Raises as `read_export` does."""
+    with _without_collector():
+        found = read_export(path)
+        return check(found.log, found.records, found.batches, found.start)
+
+
 def audit_history(history: History) -> Audit:
     """`check` of what is in memory."""
     with _without_collector():
         return check(history.log, history.records, history.batches, history.start)
-
-
-def audit_export(path: Path | str) -> Audit:
-    """`check` of an export. A long one takes two processes: each has it read by itself, for one of the two readings.
-
-    Raises as `read_export` does.
-    """
-    if _size(path) < WORTH_A_PROCESS:
-        return audit_history(read_export(path))
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as other, _without_collector():
-        told = other.submit(_account, path)
-        try:
-            found = read_export(path, batches=False)
-        except ContractError:
-            told.result()  # of two lines that cannot be read, it names the first
-            raise
-        return conclude(judge(found.log, found.records, found.start), told.result(), found.log, found.start)
-
-
-def _account(path: Path | str) -> Account:
-    with _without_collector():
-        found = read_export(path)
-        return account(found.log, found.records, found.batches, found.start)
-
-
-def _size(path: Path | str) -> int:
-    try:
-        return Path(path).stat().st_size
-    except OSError:
-        return 0  # whoever reads it says what is wrong
 
 
 @contextlib.contextmanager
@@ -190,39 +171,47 @@ def _line(value: Mapping[str, Any]) -> str:
     return msgspec.json.encode(value).decode() + "\n"
 
 
-def read_export(path: Path | str, *, batches: bool = True) -> History:
-    """The inverse of `write_export`; also reads a part of one, or all but the batches. Raises Rejected when there is no
-    such file, and ContractError, naming the line, for a line that is cut off or cannot be read."""
+def read_export(path: Path | str) -> History:
+    """The inverse of `write_export`; also reads a part of one. Raises Rejected when there is no such file, and
+    ContractError, naming the line, for a line that is cut off or cannot be read."""
     streams: dict[str, list[Recorded]] = {LOG: [], RECORDS: []}
-    consumed: dict[str, Consumption | Unread] = {}
+    batches: dict[str, Consumption | Unread] = {}
     start: Start | None = None
     lines = 0
     try:
         with open(path, "rb") as file:
             for line in file:
                 lines += 1
-                if batches or not line.startswith(BATCH_LINE):
-                    start = _take(line, streams, consumed) or start
+                start = _take(line, streams, batches) or start
     except OSError as error:
         raise Rejected(f"cannot read {path}: {error.strerror}; `reef-bus export -o FILE` writes one", 404) from error
     except ContractError as error:
         raise ContractError(f"{path}, line {lines}: {error}", error.seq) from error
-    return History(tuple(streams[LOG]), tuple(streams[RECORDS]), consumed or None, start)
+    return History(tuple(streams[LOG]), tuple(streams[RECORDS]), batches or None, start)
 
 
 def _take(line: bytes, streams: dict[str, list[Recorded]], batches: dict[str, Consumption | Unread]) -> Start | None:
     """Put the line where it belongs; returns the log's start, when that is what it holds."""
-    stream, found = decode_line(line) or _read_line(line)
-    if isinstance(found, Start):
+    stream, found = _batch_line(line) or decode_line(line) or _read_line(line)
+    if isinstance(found, Recorded):
+        if HOMES[found.event.family] != stream:
+            raise ContractError(f"{found.name} is on {stream}; it belongs on {HOMES[found.event.family]}", found.seq)
+        streams[stream].append(found)
+    elif isinstance(found, Start):
         return found
-    if not isinstance(found, Recorded):
+    else:
         batches[stream] = found
-        return None
-    home = FAMILIES[found.event.family].stream
-    if home != stream:
-        raise ContractError(f"{found.name} is on {stream}; it belongs on {home}", found.seq)
-    streams[stream].append(found)
     return None
+
+
+def _batch_line(line: bytes) -> tuple[str, Consumption] | None:
+    """A batch in the form that `write_export` gives it. None for any other line, which may yet be one."""
+    if not line.startswith(BATCH_LINE):
+        return None
+    try:
+        return _DIGEST.decode(line).digest, _CONSUMPTION.decode(line)
+    except (msgspec.MsgspecError, UnicodeError):
+        return None
 
 
 def _read_line(line: bytes) -> tuple[str, Recorded | Consumption | Unread | Start]:

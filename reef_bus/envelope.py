@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any, Literal
 
 import msgspec
@@ -115,9 +116,15 @@ def decode(seq: int, time: int, subject: str, header: Mapping[str, str], body: b
 
 def _check_subject(seq: int, subject: str, event: Event) -> None:
     """Permissions are granted by subject: an event that stands under another one than its own was never permitted."""
-    _, family, id_, name = parse(subject)
-    if name != type(event).__name__ or id_ != event.key or family != event.family:
+    if event.key != _key_there(subject, type(event)):
         raise ContractError(f"event {seq} on {subject} is {type_of(event)} of {event.family} {event.key}", seq)
+
+
+@lru_cache(maxsize=4096)  # as many as `parse` keeps
+def _key_there(subject: str, kind: type[Event]) -> str | None:
+    """The key of an event of that kind that stands under the subject; None if none can."""
+    _, family, id_, name = parse(subject)
+    return id_ if (name, family) == (kind.__name__, kind.family) else None
 
 
 def _decode_event(seq: int, subject: str, type_name: str, body: bytes | msgspec.Raw) -> Event:

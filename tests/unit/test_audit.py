@@ -6,13 +6,13 @@ Knows: the in-memory journal, an artifact store. Must not know: what the audit f
 from __future__ import annotations
 
 import asyncio
+import gc
 import io
 import json
 from pathlib import Path
 
 import pytest
 
-from reef_bus import audit as audit_module
 from reef_bus.artifacts import ArtifactStore
 from reef_bus.audit import History, audit_export, audit_history, consumption, read_export, read_history, write_export
 from reef_bus.backends import Sample
@@ -271,36 +271,15 @@ def test_a_file_that_is_not_there_or_cannot_be_written_is_one_clear_line(tmp_pat
         write_export(History((), (), None), tmp_path)
 
 
-# -- the audit of an export, in two processes
+# -- the audit
 
 
-@pytest.fixture
-def two_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(audit_module, "WORTH_A_PROCESS", 0)
+async def test_an_export_is_audited_as_the_history_is(exported: Path) -> None:
+    assert audit_export(exported) == audit_history(read_export(exported))
+    assert audit_export(exported).violations == ()
 
 
-async def test_two_processes_find_what_one_finds(exported: Path, two_processes: None) -> None:
-    lines = exported.read_bytes().splitlines(keepends=True)
-    lines[-1] = lines[-1].replace(b'"job":"j1"', b'"job":"j2"').replace(b'["r1",1]', b'["r2",9]')
-    lines[6] = lines[6].replace(L(0).encode(), L(7).encode())
-    for history in (exported.read_bytes(), b"".join(lines)):
-        exported.write_bytes(history)
-        assert audit_export(exported) == audit_history(read_export(exported))
-    assert {1, 6, "gap"} & {violation.invariant for violation in audit_export(exported).violations}
-
-
-@pytest.mark.parametrize("broken", [(-1,), (-1, 1), (1,)])
-async def test_two_processes_name_the_first_bad_line(
-    exported: Path, two_processes: None, broken: tuple[int, ...]
-) -> None:
-    lines = exported.read_bytes().splitlines(keepends=True)
-    for place in broken:
-        lines[place] = b"{}\n"
-    exported.write_bytes(b"".join(lines))
-    with pytest.raises(ContractError, match=f"line {min(place % len(lines) for place in broken) + 1}: stream is None"):
-        audit_export(exported)
-
-
-async def test_a_file_that_goes_away_is_said_to_be_gone(two_processes: None, tmp_path: Path) -> None:
+def test_a_file_that_goes_away_is_said_to_be_gone_and_the_collector_works_on(tmp_path: Path) -> None:
     with pytest.raises(Rejected, match=r"cannot read .*gone\.jsonl"):
         audit_export(tmp_path / "gone.jsonl")
+    assert gc.isenabled()

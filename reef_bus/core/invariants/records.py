@@ -77,27 +77,26 @@ def index(records: Sequence[Recorded], findings: Findings) -> Answers:
     for recorded in records:
         if recorded.seq != last + 1:
             findings.add("gap", f"RECORDS goes on at {recorded.seq}; expected {last + 1}", records=[recorded.seq])
-        last = recorded.seq
-        match recorded.event:
-            case InferenceRecorded() as event:
-                _answer(answers, Answer(last, event), findings)
-            case ReportReceived() as event:
-                _report(answers, Feedback(last, event), findings)
+        last, event = recorded.seq, recorded.event
+        if isinstance(event, InferenceRecorded):
+            _answer(answers, Answer(last, event), findings)
+        elif isinstance(event, ReportReceived):
+            _report(answers, Feedback(last, event), findings)
     return answers
 
 
 def _answer(answers: Answers, answer: Answer, findings: Findings) -> None:
     """Twice stored is twice eligible: a trainer that has consumed the first copy takes the second for a new one."""
-    before, record = answers.by_id.setdefault(answer.event.record, answer).seq, answer.event.record
-    if before != answer.seq:
-        text = f"record {record} is stored at {before} and again at {answer.seq}; expected once"
-        findings.add(6, text, records=[before, answer.seq])
+    before = answers.by_id.setdefault(answer.event.record, answer)
+    if before is not answer:
+        text = f"record {answer.event.record} is stored at {before.seq} and again at {answer.seq}; expected once"
+        findings.add(6, text, records=[before.seq, answer.seq])
 
 
 def _report(answers: Answers, feedback: Feedback, findings: Findings) -> None:
     seq, report = feedback
     before = answers.reports.setdefault(report.report, feedback)
-    if before.event != report:
+    if before is not feedback and before.event != report:
         text = f"report {report.report} says something else at {seq} than at {before.seq}; a report is never changed"
         findings.add("report", text, records=[before.seq, seq])
     for record in report.references:

@@ -1,6 +1,6 @@
 """The audit: two readings of a history, each by itself, and the comparison of the worlds that they end in.
 
-Knows: the fold, the serving rule, the ledger. Must not know: where a history comes from, or where a reading runs.
+Knows: the fold, the serving rule, the ledger. Must not know: where a history comes from.
 One reading judges answers, and has never heard of an event that is void; the other one keeps the ledger, folds what is
 void, too, and goes through a snapshot half way. Equal worlds are at once the proof of invariants 9 and 11.
 """
@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import msgspec
 
 from reef_bus.core.ids import BASE
 from reef_bus.core.invariants.findings import Audit, Final, Findings, Rewards
 from reef_bus.core.invariants.ledger import Ledger, note, seed
-from reef_bus.core.invariants.records import Answer, Batches, index
+from reef_bus.core.invariants.records import Answer, Answers, Batches, index
 from reef_bus.core.serving import fenced, holds_head, live, may_generate
 from reef_bus.core.start import Start
 from reef_bus.core.void import Tail
@@ -26,59 +27,52 @@ from reef_bus.events import InferenceRecorded, Recorded
 FINAL = "final"  # the value of the tag `phase` by which a harness marks the answers of its last measurement
 
 
-class Judgement(msgspec.Struct, kw_only=True):
-    """What the first reading found: the world after `folded` events, those that it passed over as void, and whether it
-    stopped at a contradiction there."""
+class Judgement(NamedTuple):
+    """How far the first reading came, the world there, the events that it passed over, and whether it had to stop."""
 
-    findings: Findings
-    world: World
     folded: int
+    world: World
     voids: list[int]
     stopped: bool
 
 
-class Account(msgspec.Struct, kw_only=True):
-    """What the second reading found: the world after `folded` events, why it stopped there if it did, and figures."""
+class Account(NamedTuple):
+    """How far the second reading came, the world there, and why it stopped there if it did."""
 
-    findings: Findings
-    world: World
     folded: int
+    world: World
     stopped: str
-    audit: Audit
 
 
 def check(
-    log: Sequence[Recorded], records: Sequence[Recorded], batches: Batches | None, start: Start | None = None
+    log: Iterable[Recorded], records: Sequence[Recorded], batches: Batches | None, start: Start | None = None
 ) -> Audit:
     """Audit a history: LOG and RECORDS from their beginnings, and what its jobs' batches say (None: none at hand).
     `start` is what LOG goes on from; what was before it is audited with its predecessor.
 
     RECORDS must hold what LOG's jobs consumed, and LOG what RECORDS' answers stood on. Never raises for what it finds.
     """
-    return conclude(judge(log, records, start), account(log, records, batches, start), log, start)
-
-
-def conclude(judged: Judgement, told: Account, log: Sequence[Recorded], start: Start | None) -> Audit:
-    """The audit, of both readings of one history."""
-    ours, theirs = judged.findings, told.findings
-    compared = Findings()
-    _compare(judged, told, log, start, compared)
-    return msgspec.structs.replace(
-        told.audit,
-        violations=(*ours.violations, *theirs.violations, *compared.violations),
-        unchecked=(*ours.unchecked, *theirs.unchecked),
-        void_events=len(judged.voids),
-    )
+    events, findings = tuple(log), Findings()
+    ledger = Ledger(findings=findings, answers=index(records, findings), batches=batches)
+    if start is not None:
+        seed(ledger, start)
+    judged = _judgement(events, ledger.answers, start, findings)
+    told = _account(events, ledger, start)
+    _check_drains(ledger)
+    _compare(judged, told, events, start, findings)
+    if batches is None and ledger.jobs:
+        findings.unchecked.append(f"what {ledger.jobs} jobs consumed (invariant 6): their batches are not at hand")
+    return _audit(told.world, ledger, len(judged.voids), len(events))
 
 
 # -- the first reading: fold what counts, and judge the answers
 
 
-def judge(log: Sequence[Recorded], records: Iterable[Recorded], start: Start | None) -> Judgement:
+def _judgement(log: Sequence[Recorded], answers: Answers, start: Start | None, findings: Findings) -> Judgement:
     """Fold what is not void, as if nothing else had ever been stored. Answers come in where they say that they were
     given."""
-    world, voids, findings = World(start=start), list[int](), Findings()
-    waiting, judged = _waiting(records, start, findings), 0
+    world, voids = World(start=start), list[int]()
+    waiting, judged = _waiting(answers, start, findings), 0
     for count, recorded in enumerate(log):
         while judged < len(waiting) and waiting[judged].event.as_of < recorded.seq:
             _judge(world, waiting[judged], findings)
@@ -97,10 +91,10 @@ def judge(log: Sequence[Recorded], records: Iterable[Recorded], start: Start | N
             if count + 1 < len(log) or judged < len(waiting):
                 rest = f"{len(log) - count - 1} events and {len(waiting) - judged} answers from LOG {recorded.seq} on"
                 findings.unchecked.append(f"{rest}: every consumer halts at the contradiction there")
-            return Judgement(findings=findings, world=world, folded=count, voids=voids, stopped=True)
+            return Judgement(count, world, voids, stopped=True)
     for answer in waiting[judged:]:
         _judge(world, answer, findings)
-    return Judgement(findings=findings, world=world, folded=len(log), voids=voids, stopped=False)
+    return Judgement(len(log), world, voids, stopped=False)
 
 
 def _pass_over(world: World, recorded: Recorded) -> None:
@@ -109,14 +103,10 @@ def _pass_over(world: World, recorded: Recorded) -> None:
     world.last_id, world.time, world.void = recorded.id, recorded.time, world.void + 1
 
 
-def _waiting(records: Iterable[Recorded], start: Start | None, findings: Findings) -> list[Answer]:
-    """The answers to judge, each once, by where they say that they were given. Of what was given before this log began,
-    only the release is known."""
-    by_id: dict[str, Answer] = {}
-    for recorded in records:
-        if isinstance(recorded.event, InferenceRecorded):
-            by_id.setdefault(recorded.event.record, Answer(recorded.seq, recorded.event))
-    answers = sorted(by_id.values(), key=lambda answer: answer.event.as_of)
+def _waiting(given: Answers, start: Start | None, findings: Findings) -> list[Answer]:
+    """The answers to judge, by where they say that they were given. Of what was given before this log began, only the
+    release is known."""
+    answers = sorted(given.by_id.values(), key=lambda answer: answer.event.as_of)
     if start is None:
         return answers
     early = [answer for answer in answers if 0 < answer.event.as_of <= start.seq]
@@ -161,33 +151,20 @@ def _why_not(world: World, event: InferenceRecorded) -> str:
 # -- the second reading: fold everything, keep the ledger
 
 
-def account(
-    log: Sequence[Recorded], records: Sequence[Recorded], batches: Batches | None, start: Start | None
-) -> Account:
+def _account(log: Sequence[Recorded], ledger: Ledger, start: Start | None) -> Account:
     """Fold everything, with a snapshot half way; the ledger gets what is not void."""
-    world, findings = World(start=start), Findings()
-    ledger = Ledger(findings=findings, answers=index(records, findings), batches=batches)
-    if start is not None:
-        seed(ledger, start)
-    folded, stopped, middle = 0, "", len(log) // 2
-    for recorded in log:
-        if folded == middle:
+    world, middle = World(start=start), len(log) // 2
+    for count, recorded in enumerate(log):
+        if count == middle:
             world = msgspec.msgpack.decode(msgspec.msgpack.encode(world), type=World)
         try:
             void = fold(world, recorded)
         except ContractError as error:  # no consumer folds past it, so neither do we
-            stopped = str(error)
             note(ledger, recorded)  # which invariant it would have broken
-            break
+            return Account(count, world, str(error))
         if not void:
             note(ledger, recorded)
-        folded += 1
-    _check_drains(ledger)
-    if batches is None and ledger.jobs:
-        findings.unchecked.append(f"what {ledger.jobs} jobs consumed (invariant 6): their batches are not at hand")
-    return Account(
-        findings=findings, world=world, folded=folded, stopped=stopped, audit=_audit(world, ledger, len(log))
-    )
+    return Account(len(log), world, "")
 
 
 def _check_drains(ledger: Ledger) -> None:
@@ -241,15 +218,14 @@ def _difference(one: World, other: World) -> str:
 # -- figures
 
 
-def _audit(world: World, ledger: Ledger, log_events: int) -> Audit:
-    """All but what both readings find together."""
-    answers = ledger.answers
+def _audit(world: World, ledger: Ledger, void_events: int, log_events: int) -> Audit:
+    answers, findings = ledger.answers, ledger.findings
     engines = dict.fromkeys(sorted(ledger.engines), 0)
     for answer in answers.by_id.values():
         engines[answer.event.engine] = engines.get(answer.event.engine, 0) + 1
     return Audit(
-        violations=(),
-        void_events=world.void,
+        violations=tuple(findings.violations),
+        void_events=void_events,
         log_events=log_events,
         records=len(answers.by_id),
         reports=len(answers.reports),
@@ -261,7 +237,7 @@ def _audit(world: World, ledger: Ledger, log_events: int) -> Audit:
         engines=engines,
         rewards=_rewards(ledger),
         final=_final(ledger),
-        unchecked=(),
+        unchecked=tuple(findings.unchecked),
         open=tuple(_open(world, ledger)),
     )
 

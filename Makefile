@@ -28,7 +28,7 @@ format: prepare-dev  ## let ruff write the layout that `make lint` asks for
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format reef_bus consumers tests deploy
 
-kill-matrix: prepare-dev  ## every role killed and stopped at every event; an hour, resumable; prints the tables
+kill-matrix: prepare-dev  ## every role killed and stopped at every event; half an hour, resumable; prints the tables
 	@$(BIN)/python -m tests.e2e.kill_matrix $(ARGS)
 
 simulate: prepare-dev  ## 2,000 seeds of simulated faults; prints the table

@@ -1,10 +1,12 @@
 """Weights over TCP: from the sender's tensors into the receiver's, with no buffer of our own between.
 
-Knows: sockets on the running loop, the handshake, the progress deadline.
-Must not know: the log, files, or what the bytes mean. The network is trusted: tokens part attempts, they hide nothing.
+Knows: how a receiver finds whoever has the bytes. Must not know: the log, files, or what the bytes mean. The network is
+trusted: tokens part attempts, they hide nothing.
 
-Receiver to sender: Hello. Sender to receiver: Answer, then every tensor in manifest order, then end of stream.
-Both messages are JSON after their length (4 bytes, big-endian).
+Receiver to sender: Hello. Sender to receiver: Answer, then every tensor in manifest order, then end of stream. Large
+weights only the first receiver takes from the sender; the next one is sent to it, the third to the second: a
+chain, so that a sender's cost does not grow with receivers. Who finds nothing there, or other bytes than the manifest
+names, takes the rest from the sender itself: nobody is guilty of what another receiver did.
 """
 
 from __future__ import annotations
@@ -14,47 +16,21 @@ import logging
 import secrets
 import socket
 from collections.abc import Callable
-from typing import Literal, TypeVar
 
-import msgspec
+from msgspec.structs import replace
+from xxhash import xxh3_128_hexdigest
 
 from reef_bus.backends import Pieces
 from reef_bus.errors import TransferError
-from reef_bus.manifest import Manifest, require_fit
+from reef_bus.manifest import Manifest, TensorEntry, require_fit
 from reef_bus.transport import STALL_S, Offer, Ticket, Transport, transfer_errors
+from reef_bus.transport.door import Door, Held, family
+from reef_bus.transport.link import Hello, Link, enter
 
-SLICE_BYTES = 4 << 20
-"""Sent as one unit of progress. sock_sendall tells nothing on its way, so that a slice must fit any usable link's
-deadline: 4 MiB in 10 s is 0.4 MB/s."""
-REST_BYTES = 16 << 20
-"""Moved between two turns of the loop: a socket that is always ready never suspends, and heartbeats share the loop."""
-MESSAGE_LIMIT = 4096
-"""Bytes of a handshake message: whoever says more is not one of ours."""
-BACKLOG = 128
-"""Receivers of one attempt that may wait to be accepted."""
-ACCEPT_PAUSE_S = 0.1
-"""How long a sender that ran out of descriptors waits before it accepts again."""
+CHAIN_BYTES = 16 << 20
+"""Less than this is everywhere before the next receiver has asked for it."""
 
 _logger = logging.getLogger(__name__)
-
-
-class Hello(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a receiver came for; `manifest` is its digest."""
-
-    token: str
-    publication: str
-    attempt: int
-    manifest: str
-
-
-class Answer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The sender's answer: an empty `cause` means that the bytes follow."""
-
-    cause: Literal["", "refused", "mismatch"] = ""
-    message: str = ""
-
-
-_Message = TypeVar("_Message", Hello, Answer)
 
 
 class TcpTransport(Transport):
@@ -70,9 +46,8 @@ class TcpTransport(Transport):
     async def offer(self, manifest: Manifest, source: Pieces, *, publication: str, attempt: int) -> Offer:
         require_fit(manifest, source)
         hello = Hello(secrets.token_urlsafe(16), publication, attempt, manifest.digest)
-        with transfer_errors(f"listening on {self._host}"):
-            listener = socket.create_server((self._host, 0), family=_family(self._host), backlog=BACKLOG)
-        return TcpOffer(listener, hello, [source[entry.name].data for entry in manifest.tensors], self._stall_s)
+        held = Held([source[entry.name].data for entry in manifest.tensors], full=True)
+        return TcpOffer(Door(self._host, hello, held, self._stall_s, passes_on=True), hello.token)
 
     async def receive(
         self,
@@ -87,182 +62,125 @@ class TcpTransport(Transport):
     ) -> int:
         require_fit(manifest, target, writable=True)
         hello = Hello(ticket.token, publication, attempt, manifest.digest)
-        views = [target[entry.name].data for entry in manifest.tensors]
-        host, port = _address(ticket)
-        with transfer_errors(f"sender {ticket.address}"), socket.socket(_family(host)) as sock:
+        receiver = Receiver(_address(ticket), hello, manifest, target, stall_s, progress)
+        with transfer_errors(f"sender {ticket.address}"):
             async with asyncio.timeout(stall_s) as deadline:
-                link = _Link(sock, deadline, stall_s)
-                await link.connect(host, port)
-                await _enter(link, hello)
-                return await _fill(link, views, progress)
+                await receiver.run(deadline)
+        return manifest.total
 
 
 class TcpOffer(Offer):
-    """A listener, and one task per receiver that came."""
+    """A sender's open door."""
 
-    def __init__(self, listener: socket.socket, hello: Hello, views: list[memoryview], stall_s: float) -> None:
-        self._listener, self._hello, self._views, self._stall_s = listener, hello, views, stall_s
-        host, port = listener.getsockname()[:2]
-        self._ticket = Ticket("tcp", f"{host}:{port}", hello.token)
-        self._sent = 0
-        self._serving: set[asyncio.Task[None]] = set()
-        self._loop = asyncio.get_running_loop()
-        listener.setblocking(False)
-        self._open_door()
+    def __init__(self, door: Door, token: str) -> None:
+        self._door, self._token = door, token
 
     @property
     def ticket(self) -> Ticket:
-        return self._ticket
+        return Ticket("tcp", self._door.address, self._token)
 
     @property
     def sent_bytes(self) -> int:
-        return self._sent
+        return self._door.sent
 
     async def close(self) -> None:
-        if self._listener.fileno() >= 0:
-            self._loop.remove_reader(self._listener)
-            self._listener.close()
-        for task in self._serving:
-            task.cancel()
-        await asyncio.gather(*self._serving, return_exceptions=True)
+        await self._door.close()
 
-    def _open_door(self) -> None:
-        # Not sock_accept: a task cancelled between the kernel's accept and its own next step would lose the socket.
-        if self._listener.fileno() >= 0:
-            self._loop.add_reader(self._listener, self._accept)
 
-    def _accept(self) -> None:
+class Receiver:
+    """One receiver's way to the bytes, and the door at which it passes them on."""
+
+    def __init__(
+        self,
+        sender: tuple[str, int],
+        hello: Hello,
+        manifest: Manifest,
+        target: Pieces,
+        stall_s: float,
+        progress: Callable[[int], None] | None,
+    ) -> None:
+        self._sender, self._hello, self._stall_s, self._progress = sender, hello, stall_s, progress
+        self._manifest, self._views = manifest, [target[entry.name].data for entry in manifest.tensors]
+        self._held = Held(self._views)
+        self._door: Door | None = None
+
+    async def run(self, deadline: asyncio.Timeout) -> None:
+        """Until everything is here. Who takes from here then gets the rest of it; after a failure, nothing more."""
         try:
-            sock, peer = self._listener.accept()
-        except (BlockingIOError, ConnectionAbortedError):
-            return
-        except OSError as error:
-            _logger.warning("cannot accept a receiver: %s; trying again", error)
-            self._loop.remove_reader(self._listener)
-            self._loop.call_later(ACCEPT_PAUSE_S, self._open_door)
-            return
-        task = self._loop.create_task(self._serve(sock, f"receiver {peer[0]}:{peer[1]}"))
-        self._serving.add(task)
-        task.add_done_callback(self._serving.discard)
-        # Closed here and not in the task: one that is cancelled before its first step never runs its own clean-up.
-        task.add_done_callback(lambda _: sock.close())
+            elsewhere = await self._from(self._sender, (deadline, self._stall_s))
+            if elsewhere and not await self._from_receiver(elsewhere, deadline):
+                self._hello = replace(self._hello, direct=True)
+                await self._from(self._sender, (deadline, self._stall_s))
+        except BaseException:
+            if self._door:
+                await self._door.close()
+            raise
+        finally:
+            self._held.end()
+        if self._door:
+            self._door.admit_nobody()
 
-    async def _serve(self, sock: socket.socket, peer: str) -> None:
+    async def _from_receiver(self, address: str, deadline: asyncio.Timeout) -> bool:
+        """Whether everything came from there, and is what the manifest names. Half of the time without progress is kept
+        for the sender."""
+        sooner_s = self._stall_s / 2
         try:
-            with transfer_errors(peer):
-                async with asyncio.timeout(self._stall_s) as deadline:
-                    link = _Link(sock, deadline, self._stall_s)
-                    answer = _judge(await link.hear(Hello), self._hello)
-                    await link.say(answer)
-                    if not answer.cause:
-                        await self._send(link)
+            with transfer_errors(f"receiver {address}"):
+                async with asyncio.timeout(sooner_s) as sooner:
+                    await self._from(_host_port(address), (deadline, self._stall_s), (sooner, sooner_s))
         except TransferError as error:
-            _logger.info("attempt %d of %s: %s", self._hello.attempt, self._hello.publication, error)
+            _logger.info("%s; taking the rest from the sender", error)
+            return False
+        wrong = await asyncio.to_thread(self._first_wrong)
+        if wrong:
+            _logger.warning(
+                "receiver %s passed on other bytes for %s; taking them from the sender", address, wrong.name
+            )
+            self._held.end()
+            self._held = Held(self._views, have=wrong.offset)
+        return wrong is None
 
-    async def _send(self, link: _Link) -> None:
-        for view in self._views:
-            for start in range(0, len(view), SLICE_BYTES):
-                part = view[start : start + SLICE_BYTES]
-                await link.send(part)
-                self._sent += len(part)
+    def _first_wrong(self) -> TensorEntry | None:
+        pairs = zip(self._manifest.tensors, self._views, strict=True)
+        return next((entry for entry, view in pairs if xxh3_128_hexdigest(view) != entry.xxh3), None)
 
+    async def _from(self, peer: tuple[str, int], *deadlines: tuple[asyncio.Timeout, float]) -> str:
+        """Take what is still missing from that peer. Returns where else it is to be had, if it says so."""
+        with socket.socket(family(peer[0])) as sock:
+            link = Link(sock, *deadlines)
+            own = await link.connect(*peer)
+            answer = await enter(link, replace(self._hello, after=self._held.have, serves=self._serves(own)))
+            if not answer.take:
+                await self._fill(link)
+        return answer.take
 
-class _Link:
-    """A connected socket under a progress deadline: whatever moves puts the deadline off."""
+    def _serves(self, own: str) -> str:
+        """Where this end passes on what it has; the address by which it reached the sender is one for others, too."""
+        if self._held.total < CHAIN_BYTES:
+            return ""
+        if self._door is None:
+            self._door = Door(own, self._hello, self._held, self._stall_s, passes_on=False)
+        return self._door.address
 
-    def __init__(self, sock: socket.socket, deadline: asyncio.Timeout, stall_s: float) -> None:
-        sock.setblocking(False)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # the handshake is two small messages
-        self._sock, self._deadline, self._stall_s = sock, deadline, stall_s
-        self._loop = asyncio.get_running_loop()
-        self._put_off, self._since_rest = self._loop.time(), 0
-
-    async def connect(self, host: str, port: int) -> None:
-        await self._loop.sock_connect(self._sock, (host, port))
-        await self._moved(0)
-
-    async def send(self, data: bytes | memoryview) -> None:
-        await self._loop.sock_sendall(self._sock, data)
-        await self._moved(len(data))
-
-    async def read_into(self, view: memoryview) -> int:
-        """Some bytes, at least one."""
-        count = await self._loop.sock_recv_into(self._sock, view)
-        if not count:
-            raise TransferError("closed", f"the peer closed with {len(view)} or more bytes to come")
-        await self._moved(count)
-        return count
-
-    async def say(self, message: Hello | Answer) -> None:
-        body = msgspec.json.encode(message)
-        await self.send(len(body).to_bytes(4, "big") + body)
-
-    async def hear(self, kind: type[_Message]) -> _Message:
-        size = int.from_bytes(await self._exactly(4), "big")
-        if size > MESSAGE_LIMIT:
-            raise TransferError("protocol", f"a handshake of {size} bytes: that peer speaks something else")
-        try:
-            return msgspec.json.decode(await self._exactly(size), type=kind)
-        except (msgspec.MsgspecError, UnicodeError) as error:
-            raise TransferError("protocol", f"expected {kind.__name__}: {error}") from error
-
-    async def _exactly(self, size: int) -> bytes:
-        data = bytearray(size)
-        rest = memoryview(data)
-        while rest:
-            rest = rest[await self.read_into(rest) :]
-        return bytes(data)
-
-    async def _moved(self, count: int) -> None:
-        now = self._loop.time()
-        # Not at every read: a new timer for each cost a quarter of the receiver's CPU. So silence of 0.9 to 1.0 stalls.
-        if now > self._put_off + self._stall_s / 10:
-            self._put_off = now
-            self._deadline.reschedule(now + self._stall_s)
-        self._since_rest += count
-        if self._since_rest >= REST_BYTES:
-            self._since_rest = 0
-            await asyncio.sleep(0)
-
-
-def _judge(hello: Hello, expected: Hello) -> Answer:
-    """Whether a receiver belongs to this attempt. The token comes first: to strangers nothing else is told."""
-    if not secrets.compare_digest(hello.token.encode(), expected.token.encode()):
-        return Answer("refused", "the token is not this attempt's")
-    if (hello.publication, hello.attempt) != (expected.publication, expected.attempt):
-        found, instead = (f"attempt {who.attempt} of {who.publication}" for who in (hello, expected))
-        return Answer("refused", f"{found} is not open here, {instead} is")
-    if hello.manifest != expected.manifest:
-        return Answer("mismatch", f"the receiver expects manifest {hello.manifest}, offered is {expected.manifest}")
-    return Answer()
-
-
-async def _enter(link: _Link, hello: Hello) -> None:
-    await link.say(hello)
-    answer = await link.hear(Answer)
-    if answer.cause:
-        raise TransferError(answer.cause, f"the sender says: {answer.message}")
-
-
-async def _fill(link: _Link, views: list[memoryview], progress: Callable[[int], None] | None) -> int:
-    """Every view in turn, straight from the kernel."""
-    total = 0
-    for rest in views:
-        while rest:
-            count = await link.read_into(rest[:SLICE_BYTES])
-            rest = rest[count:]
-            total += count
-            if progress is not None:
-                progress(total)
-    return total
+    async def _fill(self, link: Link) -> None:
+        """Straight from the kernel into every tensor in turn."""
+        for rest in self._held.parts(self._held.have, self._held.total):
+            while rest:
+                count = await link.read_into(rest)
+                rest = rest[count:]
+                self._held.grow(count)
+                if self._progress is not None:
+                    self._progress(self._held.have)
 
 
 def _address(ticket: Ticket) -> tuple[str, int]:
-    host, _, port = ticket.address.rpartition(":")
-    if ticket.transport == "tcp" and host and port.isdecimal() and int(port) < 1 << 16:
+    if ticket.transport != "tcp":
+        raise TransferError("protocol", f"expected a tcp ticket, found {ticket.transport} {ticket.address!r}")
+    return _host_port(ticket.address)
+
+
+def _host_port(address: str) -> tuple[str, int]:
+    host, _, port = address.rpartition(":")
+    if host and port.isdecimal() and int(port) < 1 << 16:
         return host, int(port)
-    raise TransferError("protocol", f"expected a tcp ticket for host:port, found {ticket.transport} {ticket.address!r}")
-
-
-def _family(host: str) -> socket.AddressFamily:
-    return socket.AF_INET6 if ":" in host else socket.AF_INET
+    raise TransferError("protocol", f"expected host:port, found {address!r}")

@@ -19,6 +19,7 @@ from tests.simulation.boots import Boot, Machines
 from tests.simulation.truth import Truth
 
 PATIENCE_S = 5.0
+AGAIN_S = 30.0
 
 Request = Callable[[Boot], Coroutine[Any, Any, Any]]
 
@@ -31,7 +32,8 @@ class Harness:
     """One client. It asks whichever gateway runs."""
 
     def __init__(self, machines: Machines, truth: Truth, name: str, *, eager: bool) -> None:
-        """It makes `enough` groups for the next job from the present head; more would only make the run slow.
+        """It makes `enough` groups for the next job from the present head, and after a while again: a commit between
+        two answers of a group may have made it too old. More would only make the run slow.
 
         `idle_s`: how long it then waits before it looks again.
         """
@@ -40,11 +42,13 @@ class Harness:
         self.pace_s, self.idle_s = (0.03, 0.05) if eager else (0.2, 0.3)
 
     async def run(self) -> None:
-        last, since = ("", 0), 0
+        last, since, loop = ("", 0), 0, self.machines.loop
+        again = loop.now
         while True:
             head = self.truth.world.publications.head
             now = (head.load_id if head else "", self.truth.world.training.dispatched)
-            last, since = (last, since) if now == last else (now, 0)
+            if now != last or loop.now > again:
+                last, since, again = now, 0, loop.now + AGAIN_S
             if since < self.enough and await self._group():
                 since += 1
             patience = self.pace_s if since < self.enough else self.idle_s

@@ -164,7 +164,7 @@ CONDUCT = (
             ),
             Edit(AGENT + "may_generate", " and self.proven == head.manifest", ""),
         ),
-        under(Shape(jobs=2), slow=0.9),
+        under(Shape(jobs=2, asks=(("PublicationHaltRequested", "SenderReady"),)), slow=0.9),
     ),
     Breakage(
         "excluded-serves",
@@ -185,7 +185,7 @@ CONDUCT = (
             Edit(RUNNER + "_drop", "task.cancel()", "pass"),
             Edit(AGENT + "_receive", "async with self.ingress, self.memory:", "if True:"),
         ),
-        under(Shape(jobs=2), slow=0.9),
+        under(Shape(jobs=2, asks=(("PublicationHaltRequested", "SenderReady"),)), slow=0.9),
     ),
     Breakage(
         "hash-kept-over-a-write",

@@ -111,9 +111,7 @@ DECISIONS = (
                 "return []",
             ),
         ),
-        history(
-            histories.test_an_excluded_engine_that_finishes_after_all_counts_for_nothing_and_serves_only_as_another_boot
-        ),
+        history(histories.test_a_receiver_that_holds_something_else_is_never_counted_whatever_it_says, "corrupt"),
     ),
     Breakage(
         "attempts-without-end",

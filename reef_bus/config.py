@@ -43,7 +43,7 @@ class Gateway(Part, frozen=True, kw_only=True):
 
 
 class Inference(Part, frozen=True, kw_only=True):
-    """The engines. `accepts`: transports, best first. `max_batch`: prompts that are sampled together. An engine that is
+    """The engines. `accepts`: transports. `max_batch`: prompts that are sampled together. An engine that is
     cut off from the log goes on serving what it holds; with `lease_s` above 0 it stops after as many seconds."""
 
     backend: str = "torch"
@@ -55,8 +55,8 @@ class Inference(Part, frozen=True, kw_only=True):
 
 
 class Training(Part, frozen=True, kw_only=True):
-    """A job takes `groups` × `group_size` samples, none staler than `max_staleness` links of the base chain. With
-    `hold`, each candidate waits for a person: `reef-bus promote` or `reef-bus discard`."""
+    """`offers`: transports, best first. A job takes `groups` × `group_size` samples, none staler than `max_staleness`
+    links of the base chain. With `hold`, each candidate waits for a person: `reef-bus promote` or `discard`."""
 
     backend: str = "torch"
     offers: tuple[str, ...] = ("tcp", "files")
@@ -73,11 +73,12 @@ class Training(Part, frozen=True, kw_only=True):
 
 class Publication(Part, frozen=True, kw_only=True):
     """How releases are published: `every` candidate in its turn, or the `latest`; by how many `publishers`. In mode
-    `fenced` engines stop for the transfer; in mode `staged` they receive beside what they serve, and stop to swap."""
+    `fenced` engines stop for the transfer; in mode `staged` they receive beside what they serve, and stop to swap.
+    `transport`: the only one to be used; empty: the first that the trainer offers and every engine accepts."""
 
     publishers: int = 2
     publish: str = "every"
-    transport: str = "tcp"
+    transport: str = ""
     mode: str = "fenced"
     pause: str = "drain"
     deadlines: Deadlines = Deadlines()
@@ -217,11 +218,11 @@ def check(config: Config) -> Config:
         )
     if not 0 <= config.inference.lease_s < math.inf:
         raise Rejected(f"inference.lease-s is {config.inference.lease_s:g}: expected 0 (no lease) or seconds")
-    transport = config.publication.transport
-    if transport not in config.training.offers or transport not in config.inference.accepts:
+    transport, common = config.publication.transport, set(config.training.offers) & set(config.inference.accepts)
+    if not common or (transport and transport not in common):
         raise Rejected(
-            f"publication.transport is {transport!r}; the trainer offers {list(config.training.offers)}, the engines "
-            f"accept {list(config.inference.accepts)}"
+            f"publication.transport is {transport or 'any'!r}; the trainer offers {list(config.training.offers)}, the "
+            f"engines accept {list(config.inference.accepts)}"
         )
     if config.publication.publish not in ("every", "latest"):
         raise Rejected(f"publication.publish is {config.publication.publish!r}; expected every or latest")

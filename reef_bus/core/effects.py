@@ -33,9 +33,10 @@ class Restarts(msgspec.Struct, frozen=True, rename="kebab", forbid_unknown_field
 
 
 class Policy(msgspec.Struct, frozen=True, kw_only=True):
-    """What a publisher decides by, beside the log. `publish` is `every` candidate in its turn, or the `latest` one."""
+    """What a publisher decides by, beside the log. `publish` is `every` candidate in its turn, or the `latest` one;
+    `transport` the only one that may be used, or empty: the first that the trainer offers and every engine accepts."""
 
-    transport: str = "tcp"
+    transport: str = ""
     mode: str = "fenced"
     pause: str = "drain"
     publish: str = "every"

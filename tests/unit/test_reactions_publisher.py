@@ -158,13 +158,45 @@ def test_history_the_candidates_after_a_lost_one_get_their_turn(end: str) -> Non
     assert (event.candidate, event.load_id) == ("c2", L(1) if end == "refused" else L(2))
 
 
-@pytest.mark.parametrize("who", ["engine", "trainer"])
-def test_an_incompatible_transport_is_refused_before_any_pause(who: str) -> None:
+def negotiated(offers: tuple[str, ...], *accepts: tuple[str, ...], asked: str = "") -> Event:
+    engines = [joined(f"e{number}", each) for number, each in enumerate(accepts)]
+    history = given(opened(), trainer_joined(offers), REGISTERED[2], *engines, *trained("c1"))
+    (debt,) = publisher_debts(history.world, history.now, transport=asked)
+    assert isinstance(debt.effect, Append)
+    return debt.effect.event
+
+
+@pytest.mark.parametrize(
+    ("offers", "accepts", "asked", "chosen"),
+    [
+        (("shm", "tcp"), [("tcp", "shm")], "", "shm"),
+        (("shm", "tcp"), [("tcp", "shm"), ("files", "tcp")], "", "tcp"),
+        (("files", "tcp"), [("tcp", "files")] * 3, "", "files"),
+        (("files", "tcp"), [("tcp", "files")], "tcp", "tcp"),
+    ],
+)
+def test_the_trainers_first_offer_that_every_engine_accepts_is_taken(
+    offers: tuple[str, ...], accepts: list[tuple[str, ...]], asked: str, chosen: str
+) -> None:
+    event = negotiated(offers, *accepts, asked=asked)
+    assert isinstance(event, TargetPersisted) and event.transport == chosen
+
+
+@pytest.mark.parametrize(
+    ("offers", "accepts", "asked", "why"),
+    [
+        (("tcp",), [("files",)], "", "the trainer offers ['tcp']; e0 accepts ['files']"),
+        (("tcp", "shm"), [("tcp",), ("shm",)], "", "offers ['tcp', 'shm']; e0 accepts ['tcp']; e1 accepts ['shm']"),
+        (("tcp",), [("tcp",)], "shm", "transport shm is asked for: the trainer offers ['tcp']; e0 accepts ['tcp']"),
+        ((), [("tcp",)], "", "the trainer offers []"),
+    ],
+)
+def test_without_a_common_transport_it_is_refused_with_both_lists_before_any_pause(
+    offers: tuple[str, ...], accepts: list[tuple[str, ...]], asked: str, why: str
+) -> None:
     """Row 5, invariant 10: traffic never noticed."""
-    start = (opened(), trainer_joined(("files",) if who == "trainer" else ("tcp",)), REGISTERED[2])
-    engine = joined("e0", ("files",) if who == "engine" else ("tcp",))
-    event = owes(*start, engine, *trained("c1"))
-    assert isinstance(event, PublicationRefused) and event.reason == "transport"
+    event = negotiated(offers, *accepts, asked=asked)
+    assert isinstance(event, PublicationRefused) and event.reason == "transport" and why in event.detail
 
 
 def test_one_fact_two_publishers_one_key() -> None:

@@ -84,14 +84,25 @@ def _next_target(world: World, policy: Policy) -> list[Debt]:
     members = _members(world)
     if not members:
         return []
-    offers = world.training.offers
-    unable = _unable(world, policy.transport)
-    if unable or policy.transport not in offers:
-        detail = f"transport {policy.transport}: the trainer offers {list(offers)}, refused by {unable}"
-        return [_refuse(world, candidate, "transport", detail)]
+    transport = _transport(world.training.offers, members, policy)
+    if not transport:
+        return [_refuse(world, candidate, "transport", _no_transport(world.training.offers, members, policy))]
     if wrong := _wrong_mode(members, policy):
         return [_refuse(world, candidate, "mode", wrong)]
-    return [_target(world, candidate, members, policy)]
+    return [_target(world, candidate, members, msgspec.structs.replace(policy, transport=transport))]
+
+
+def _transport(offers: tuple[str, ...], members: list[Engine], policy: Policy) -> str:
+    """The first that the trainer offers and every member accepts; empty if there is none, or not the one that is
+    asked for."""
+    allowed = [each for each in offers if policy.transport in ("", each)]
+    return next((each for each in allowed if all(each in engine.accepts for engine in members)), "")
+
+
+def _no_transport(offers: tuple[str, ...], members: list[Engine], policy: Policy) -> str:
+    accepted = "; ".join(f"{engine.id} accepts {list(engine.accepts)}" for engine in members)
+    asked = f"transport {policy.transport} is asked for: " if policy.transport else ""
+    return f"{asked}the trainer offers {list(offers)}; {accepted}"
 
 
 def _unable(world: World, transport: str) -> list[str]:

@@ -22,7 +22,8 @@ from reef_bus.backends import Piece, Pieces
 from reef_bus.errors import TransferError
 from reef_bus.manifest import Manifest, describe
 from reef_bus.transport import Offer, Ticket, Transport, files, transports
-from reef_bus.transport.tcp import Answer, Hello, TcpTransport
+from reef_bus.transport.door import Answer, Hello
+from reef_bus.transport.tcp import TcpTransport
 
 PUBLICATION = "p1"
 BIG = 24 << 20  # more than loopback's buffers hold, so that a transfer can be caught in the middle

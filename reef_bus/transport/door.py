@@ -1,0 +1,181 @@
+"""A sender's door: the handshake that parts one attempt from another, for every transport that has a peer.
+
+Knows: connected sockets on the running loop, the progress deadline, whom to let in.
+Must not know: addresses, tensors, the log. The network is trusted: tokens part attempts, they hide nothing.
+
+Receiver to sender: Hello. Sender to receiver: Answer. Both are JSON after their length (4 bytes, big-endian).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import socket
+from collections.abc import Awaitable, Callable
+from typing import Literal, TypeVar
+
+import msgspec
+
+from reef_bus.errors import TransferError
+from reef_bus.transport import transfer_errors
+
+REST_BYTES = 16 << 20
+"""Moved between two turns of the loop: a socket that is always ready never suspends, and heartbeats share the loop."""
+MESSAGE_LIMIT = 4096
+"""Bytes of a handshake message: whoever says more is not one of ours."""
+BACKLOG = 128
+"""Receivers of one attempt that may wait to be accepted."""
+ACCEPT_PAUSE_S = 0.1
+"""How long a sender that ran out of descriptors waits before it accepts again."""
+
+_logger = logging.getLogger(__name__)
+
+
+class Hello(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a receiver came for; `manifest` is its digest."""
+
+    token: str
+    publication: str
+    attempt: int
+    manifest: str
+
+
+class Answer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The sender's answer: an empty `cause` means that the bytes follow."""
+
+    cause: Literal["", "refused", "mismatch"] = ""
+    message: str = ""
+
+
+_Message = TypeVar("_Message", Hello, Answer)
+
+
+class Door:
+    """A listener, and one task per receiver that came; `admit` serves whom the handshake let in."""
+
+    def __init__(
+        self, listener: socket.socket, hello: Hello, stall_s: float, admit: Callable[[Link], Awaitable[None]]
+    ) -> None:
+        self._listener, self._hello, self._stall_s, self._admit = listener, hello, stall_s, admit
+        self._serving: set[asyncio.Task[None]] = set()
+        self._loop = asyncio.get_running_loop()
+        listener.setblocking(False)
+        self._open()
+
+    async def close(self) -> None:
+        """Nobody is admitted, and nothing is sent, from this call on; safe to repeat."""
+        if self._listener.fileno() >= 0:
+            self._loop.remove_reader(self._listener)
+            self._listener.close()
+        for task in self._serving:
+            task.cancel()
+        await asyncio.gather(*self._serving, return_exceptions=True)
+
+    def _open(self) -> None:
+        # Not sock_accept: a task cancelled between the kernel's accept and its own next step would lose the socket.
+        if self._listener.fileno() >= 0:
+            self._loop.add_reader(self._listener, self._accept)
+
+    def _accept(self) -> None:
+        try:
+            sock, peer = self._listener.accept()
+        except (BlockingIOError, ConnectionAbortedError):
+            return
+        except OSError as error:
+            _logger.warning("cannot accept a receiver: %s; trying again", error)
+            self._loop.remove_reader(self._listener)
+            self._loop.call_later(ACCEPT_PAUSE_S, self._open)
+            return
+        task = self._loop.create_task(self._serve(sock, f"receiver {peer[0]}:{peer[1]}" if peer else "a receiver"))
+        self._serving.add(task)
+        task.add_done_callback(self._serving.discard)
+        # Closed here and not in the task: one that is cancelled before its first step never runs its own clean-up.
+        task.add_done_callback(lambda _: sock.close())
+
+    async def _serve(self, sock: socket.socket, peer: str) -> None:
+        try:
+            with transfer_errors(peer):
+                async with asyncio.timeout(self._stall_s) as deadline:
+                    link = Link(sock, deadline, self._stall_s)
+                    answer = _judge(await link.hear(Hello), self._hello)
+                    await link.say(answer)
+                    if not answer.cause:
+                        await self._admit(link)
+        except TransferError as error:
+            _logger.info("attempt %d of %s: %s", self._hello.attempt, self._hello.publication, error)
+
+
+class Link:
+    """A socket under a progress deadline: whatever moves puts the deadline off."""
+
+    def __init__(self, sock: socket.socket, deadline: asyncio.Timeout, stall_s: float) -> None:
+        sock.setblocking(False)
+        if sock.family != socket.AF_UNIX:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # the handshake is two small messages
+        self.sock, self.deadline, self._stall_s = sock, deadline, stall_s
+        self._loop = asyncio.get_running_loop()
+        self._put_off, self._since_rest = self._loop.time(), 0
+
+    async def enter(self, hello: Hello) -> None:
+        """Through the door at the other end. Raises TransferError when it stays shut."""
+        await self.say(hello)
+        answer = await self.hear(Answer)
+        if answer.cause:
+            raise TransferError(answer.cause, f"the sender says: {answer.message}")
+
+    async def send(self, data: bytes | memoryview) -> None:
+        await self._loop.sock_sendall(self.sock, data)
+        await self.moved(len(data))
+
+    async def read_into(self, view: memoryview) -> int:
+        """Some bytes, at least one."""
+        count = await self._loop.sock_recv_into(self.sock, view)
+        if not count:
+            raise TransferError("closed", f"the peer closed with {len(view)} or more bytes to come")
+        await self.moved(count)
+        return count
+
+    async def say(self, message: Hello | Answer) -> None:
+        body = msgspec.json.encode(message)
+        await self.send(len(body).to_bytes(4, "big") + body)
+
+    async def hear(self, kind: type[_Message]) -> _Message:
+        size = int.from_bytes(await self._exactly(4), "big")
+        if size > MESSAGE_LIMIT:
+            raise TransferError("protocol", f"a handshake of {size} bytes: that peer speaks something else")
+        try:
+            return msgspec.json.decode(await self._exactly(size), type=kind)
+        except (msgspec.MsgspecError, UnicodeError) as error:
+            raise TransferError("protocol", f"expected {kind.__name__}: {error}") from error
+
+    async def _exactly(self, size: int) -> bytes:
+        data = bytearray(size)
+        rest = memoryview(data)
+        while rest:
+            rest = rest[await self.read_into(rest) :]
+        return bytes(data)
+
+    async def moved(self, count: int) -> None:
+        """So many bytes went one way or the other."""
+        now = self._loop.time()
+        # Not at every read: a new timer for each cost a quarter of the receiver's CPU. So silence of 0.9 to 1.0 stalls.
+        if now > self._put_off + self._stall_s / 10:
+            self._put_off = now
+            self.deadline.reschedule(now + self._stall_s)
+        self._since_rest += count
+        if self._since_rest >= REST_BYTES:
+            self._since_rest = 0
+            await asyncio.sleep(0)
+
+
+def _judge(hello: Hello, expected: Hello) -> Answer:
+    """Whether a receiver belongs to this attempt. The token comes first: to strangers nothing else is told."""
+    if not secrets.compare_digest(hello.token.encode(), expected.token.encode()):
+        return Answer("refused", "the token is not this attempt's")
+    if (hello.publication, hello.attempt) != (expected.publication, expected.attempt):
+        found, instead = (f"attempt {who.attempt} of {who.publication}" for who in (hello, expected))
+        return Answer("refused", f"{found} is not open here, {instead} is")
+    if hello.manifest != expected.manifest:
+        return Answer("mismatch", f"the receiver expects manifest {hello.manifest}, offered is {expected.manifest}")
+    return Answer()

@@ -17,6 +17,7 @@ import os
 import secrets
 import socket
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
@@ -109,7 +110,7 @@ class ShmTransport(Transport):
         """The segment's memory. The mapping is kept, and the segment known again by its inode, which lives as long."""
         try:
             found = os.fstat(descriptor)
-            if found.st_size < size or not fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
+            if found.st_size < size or not _sealed(descriptor):
                 raise TransferError("protocol", f"expected a sealed segment of {size} bytes, found {found.st_size}")
             if self._mapped is None or self._mapped.inode != found.st_ino:
                 self._mapped = None
@@ -126,13 +127,10 @@ class Segment:
     def __init__(self, size: int) -> None:
         self.size = max(size, 1)  # nothing at all cannot be mapped
         self._descriptor = os.memfd_create("reef-bus", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        self._close = weakref.finalize(self, os.close, self._descriptor)
         fixed = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL  # a mapping of what was cut ends in SIGBUS
-        try:
-            os.ftruncate(self._descriptor, self.size)
-            fcntl.fcntl(self._descriptor, fcntl.F_ADD_SEALS, fixed)
-        except OSError:
-            self.close()
-            raise
+        os.ftruncate(self._descriptor, self.size)
+        fcntl.fcntl(self._descriptor, fcntl.F_ADD_SEALS, fixed)
 
     def write(self, parts: list[tuple[int, memoryview]], left: threading.Event) -> None:
         """Blocks; stops at its next slice once `left` is set. By system calls and not through a mapping: a lack of
@@ -153,8 +151,9 @@ class Segment:
             os.close(descriptor)
 
     def close(self) -> None:
-        """Let go of it: its memory lives on while somebody maps it."""
-        os.close(self._descriptor)
+        """Let go of it: its memory lives on while somebody maps it. Safe to repeat; happens too when nobody refers to
+        the segment any more."""
+        self._close()
 
 
 class ShmOffer(Offer):
@@ -251,6 +250,14 @@ async def _descriptor(link: Link) -> int:
     if not byte:
         raise TransferError("closed", "the sender closed before it passed its segment")
     raise TransferError("protocol", "expected a segment's descriptor, found none: is this process out of descriptors?")
+
+
+def _sealed(descriptor: int) -> bool:
+    """Whether it is memory that nobody can cut while it is mapped."""
+    try:
+        return bool(fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK)
+    except OSError:  # an ordinary file
+        return False
 
 
 async def _copy(

@@ -44,9 +44,9 @@ class Gateway(Part, frozen=True, kw_only=True):
 
 
 class Inference(Part, frozen=True, kw_only=True):
-    """The engines. `accepts`: transports, best first, of which `shm` is for the trainer's own host. `max_batch`: prompts
-    that are sampled together. An engine that is cut off from the log goes on serving what it holds; with `lease_s`
-    above 0 it stops after as many seconds."""
+    """The engines. `accepts`: transports, best first; `shm` serves the trainer's host. `max_batch`: prompts that are
+    sampled together. An engine that is cut off from the log goes on serving what it holds; with `lease_s` above 0 it
+    stops after as many seconds."""
 
     backend: str = "torch"
     engines: tuple[str, ...] = ("engine-0", "engine-1")

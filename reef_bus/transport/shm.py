@@ -87,8 +87,8 @@ class ShmTransport(Transport):
                 link = Link(sock, deadline, stall_s)
                 await _connect(link, address)
                 await link.enter(hello)
-                segment = memoryview(self._map(await _descriptor(link), manifest.total))
-                return await _copy(link, segment, manifest, target, progress)
+                with memoryview(self._map(await _descriptor(link), manifest.total)) as segment:
+                    return await _copy(link, segment, manifest, target, progress)
 
     def _take(self, size: int) -> Segment:
         """The spare one, if it is large enough; else a new one in its place."""
@@ -113,12 +113,18 @@ class ShmTransport(Transport):
             if found.st_size < size or not _sealed(descriptor):
                 raise TransferError("protocol", f"expected a sealed segment of {size} bytes, found {found.st_size}")
             if self._mapped is None or self._mapped.inode != found.st_ino:
-                self._mapped = None
-                memory = mmap.mmap(descriptor, found.st_size, prot=mmap.PROT_READ)
-                self._mapped = _Mapped(found.st_ino, memory)
+                self._unmap()
+                self._mapped = _Mapped(found.st_ino, mmap.mmap(descriptor, found.st_size, prot=mmap.PROT_READ))
             return self._mapped.memory
         finally:
             os.close(descriptor)
+
+    def _unmap(self) -> None:
+        """At once, whatever may still refer to it; but what another transfer is reading ends with that."""
+        mapped, self._mapped = self._mapped, None
+        if mapped is not None:
+            with contextlib.suppress(BufferError):
+                mapped.memory.close()
 
 
 class Segment:
@@ -267,16 +273,16 @@ async def _copy(
     cancel. A sender that has gone, or closed its offer, ends it, as on every other transport."""
     total = 0
     for entry in manifest.tensors:
-        view, source = target[entry.name].data, segment[entry.offset : entry.offset + entry.nbytes]
+        view = target[entry.name].data
         for start in range(0, entry.nbytes, SLICE_BYTES):
             if _ended(link.sock):
                 raise TransferError("closed", f"the sender closed with {manifest.total - total} bytes to come")
-            part = source[start : start + SLICE_BYTES]
-            view[start : start + len(part)] = part
-            total += len(part)
+            end = min(start + SLICE_BYTES, entry.nbytes)
+            view[start:end] = segment[entry.offset + start : entry.offset + end]
+            total += end - start
             if progress is not None:
                 progress(total)
-            await link.moved(len(part))
+            await link.moved(end - start)
     return total
 
 

@@ -19,6 +19,7 @@ from reef_bus.topology import DUPLICATE_WINDOW_S, check_name
 SCHEMA_VERSION = 1
 STANDBY_S = 0.25
 MAX_PUBLISHERS = 16  # they only append: more than a few add nothing but conflicts
+TRANSPORTS = ("tcp", "shm", "files")  # shm is not among the defaults: engines on other hosts could not use it
 RESERVED = ("trainer", "publisher", "gateway", "supervisor", "nats")
 
 
@@ -43,8 +44,9 @@ class Gateway(Part, frozen=True, kw_only=True):
 
 
 class Inference(Part, frozen=True, kw_only=True):
-    """The engines. `accepts`: transports. `max_batch`: prompts that are sampled together. An engine that is
-    cut off from the log goes on serving what it holds; with `lease_s` above 0 it stops after as many seconds."""
+    """The engines. `accepts`: transports; `shm` serves the trainer's host. `max_batch`: prompts that are sampled
+    together. An engine that is cut off from the log goes on serving what it holds; with `lease_s` above 0 it stops
+    after as many seconds."""
 
     backend: str = "torch"
     engines: tuple[str, ...] = ("engine-0", "engine-1")
@@ -218,6 +220,9 @@ def check(config: Config) -> Config:
         )
     if not 0 <= config.inference.lease_s < math.inf:
         raise Rejected(f"inference.lease-s is {config.inference.lease_s:g}: expected 0 (no lease) or seconds")
+    for key, named in (("training.offers", config.training.offers), ("inference.accepts", config.inference.accepts)):
+        if unknown := [name for name in named if name not in TRANSPORTS]:
+            raise Rejected(f"{key} names {unknown[0]!r}; this version has: {', '.join(TRANSPORTS)}")
     transport, common = config.publication.transport, set(config.training.offers) & set(config.inference.accepts)
     if not common or (transport and transport not in common):
         raise Rejected(

@@ -92,7 +92,7 @@ def transfer_errors(about: str) -> Iterator[None]:
     except MemoryError as error:
         raise TransferError("memory", f"{about}: out of memory") from error
     except OSError as error:
-        cause = "memory" if error.errno in (errno.ENOMEM, errno.ENOBUFS) else "closed"
+        cause = "memory" if error.errno in (errno.ENOMEM, errno.ENOBUFS, errno.ENOSPC) else "closed"
         raise TransferError(cause, f"{about}: {error.strerror or error}") from error
 
 
@@ -101,6 +101,8 @@ def transports(store: ArtifactStore, host: str = "127.0.0.1", stall_s: float = S
     `stall_s` the sender's own progress deadline."""
     # Imported here because each transport inherits from this module.
     from reef_bus.transport.files import FilesTransport
+    from reef_bus.transport.shm import ShmTransport
     from reef_bus.transport.tcp import TcpTransport
 
-    return {transport.name: transport for transport in (TcpTransport(host, stall_s), FilesTransport(store))}
+    known = (TcpTransport(host, stall_s), ShmTransport(stall_s), FilesTransport(store))
+    return {transport.name: transport for transport in known}

@@ -24,8 +24,8 @@ from reef_bus.backends import Pieces
 from reef_bus.errors import TransferError
 from reef_bus.manifest import Manifest, TensorEntry, require_fit
 from reef_bus.transport import STALL_S, Offer, Ticket, Transport, transfer_errors
-from reef_bus.transport.door import Door, Held, family
-from reef_bus.transport.link import Hello, Link, enter
+from reef_bus.transport.door import BACKLOG, Door, Hello, Link
+from reef_bus.transport.held import Held
 
 CHAIN_BYTES = 16 << 20
 """Less than this is everywhere before the next receiver has asked for it."""
@@ -47,7 +47,8 @@ class TcpTransport(Transport):
         require_fit(manifest, source)
         hello = Hello(secrets.token_urlsafe(16), publication, attempt, manifest.digest)
         held = Held([source[entry.name].data for entry in manifest.tensors], full=True)
-        return TcpOffer(Door(self._host, hello, held, self._stall_s, passes_on=True), hello.token)
+        with transfer_errors(f"listening on {self._host}"):
+            return TcpOffer(_listener(self._host), hello, held, self._stall_s)
 
     async def receive(
         self,
@@ -70,21 +71,35 @@ class TcpTransport(Transport):
 
 
 class TcpOffer(Offer):
-    """A sender's open door."""
+    """A sender's door. The first receiver takes from here; each one after it is sent to the one before."""
 
-    def __init__(self, door: Door, token: str) -> None:
-        self._door, self._token = door, token
+    def __init__(self, listener: socket.socket, hello: Hello, held: Held, stall_s: float) -> None:
+        self._ticket = Ticket("tcp", _name(listener), hello.token)
+        self._held, self._sent = held, 0
+        self._last = ""  # where the last receiver serves
+        self._door = Door(listener, hello, stall_s, self._send, self._elsewhere)
 
     @property
     def ticket(self) -> Ticket:
-        return Ticket("tcp", self._door.address, self._token)
+        return self._ticket
 
     @property
     def sent_bytes(self) -> int:
-        return self._door.sent
+        return self._sent
 
     async def close(self) -> None:
         await self._door.close()
+
+    def _elsewhere(self, hello: Hello) -> str:
+        if not hello.serves:
+            return ""
+        before, self._last = self._last, hello.serves
+        return "" if hello.direct else before
+
+    async def _send(self, link: Link, hello: Hello) -> None:
+        for part in self._held.parts(hello.after, self._held.total):
+            await link.send(part)
+            self._sent += part.nbytes
 
 
 class Receiver:
@@ -103,14 +118,15 @@ class Receiver:
         self._manifest, self._views = manifest, [target[entry.name].data for entry in manifest.tensors]
         self._held = Held(self._views)
         self._door: Door | None = None
+        self._address = ""  # of this door
 
     async def run(self, deadline: asyncio.Timeout) -> None:
         """Until everything is here. Who takes from here then gets the rest of it; after a failure, nothing more."""
         try:
-            elsewhere = await self._from(self._sender, (deadline, self._stall_s))
+            elsewhere = await self._from(self._sender, deadline)
             if elsewhere and not await self._from_receiver(elsewhere, deadline):
                 self._hello = replace(self._hello, direct=True)
-                await self._from(self._sender, (deadline, self._stall_s))
+                await self._from(self._sender, deadline)
         except BaseException:
             if self._door:
                 await self._door.close()
@@ -118,7 +134,7 @@ class Receiver:
         finally:
             self._held.end()
         if self._door:
-            self._door.admit_nobody()
+            self._door.shut()
 
     async def _from_receiver(self, address: str, deadline: asyncio.Timeout) -> bool:
         """Whether everything came from there, and is what the manifest names. Half of the time without progress is kept
@@ -127,7 +143,7 @@ class Receiver:
         try:
             with transfer_errors(f"receiver {address}"):
                 async with asyncio.timeout(sooner_s) as sooner:
-                    await self._from(_host_port(address), (deadline, self._stall_s), (sooner, sooner_s))
+                    await self._from(_host_port(address), deadline, (sooner, sooner_s))
         except TransferError as error:
             _logger.info("%s; taking the rest from the sender", error)
             return False
@@ -144,12 +160,16 @@ class Receiver:
         pairs = zip(self._manifest.tensors, self._views, strict=True)
         return next((entry for entry, view in pairs if xxh3_128_hexdigest(view) != entry.xxh3), None)
 
-    async def _from(self, peer: tuple[str, int], *deadlines: tuple[asyncio.Timeout, float]) -> str:
+    async def _from(
+        self, peer: tuple[str, int], deadline: asyncio.Timeout, sooner: tuple[asyncio.Timeout, float] | None = None
+    ) -> str:
         """Take what is still missing from that peer. Returns where else it is to be had, if it says so."""
-        with socket.socket(family(peer[0])) as sock:
-            link = Link(sock, *deadlines)
-            own = await link.connect(*peer)
-            answer = await enter(link, replace(self._hello, after=self._held.have, serves=self._serves(own)))
+        with socket.socket(_family(peer[0])) as sock:
+            link = Link(sock, deadline, self._stall_s, sooner)
+            await asyncio.get_running_loop().sock_connect(sock, peer)
+            await link.moved(0)
+            own = str(sock.getsockname()[0])
+            answer = await link.enter(replace(self._hello, after=self._held.have, serves=self._serves(own)))
             if not answer.take:
                 await self._fill(link)
         return answer.take
@@ -158,9 +178,20 @@ class Receiver:
         """Where this end passes on what it has; the address by which it reached the sender is one for others, too."""
         if self._held.total < CHAIN_BYTES:
             return ""
-        if self._door is None:
-            self._door = Door(own, self._hello, self._held, self._stall_s, passes_on=False)
-        return self._door.address
+        if not self._address:
+            listener = _listener(own)
+            self._address = _name(listener)
+            self._door = Door(listener, self._hello, self._stall_s, self._pass_on)
+        return self._address
+
+    async def _pass_on(self, link: Link, hello: Hello) -> None:
+        held, place = self._held, hello.after
+        while place < held.total:
+            link.wait()
+            await held.beyond(place)
+            for part in held.parts(place, held.have):
+                await link.send(part)
+                place += part.nbytes
 
     async def _fill(self, link: Link) -> None:
         """Straight from the kernel into every tensor in turn."""
@@ -184,3 +215,15 @@ def _host_port(address: str) -> tuple[str, int]:
     if host and port.isdecimal() and int(port) < 1 << 16:
         return host, int(port)
     raise TransferError("protocol", f"expected host:port, found {address!r}")
+
+
+def _listener(host: str) -> socket.socket:
+    return socket.create_server((host, 0), family=_family(host), backlog=BACKLOG)
+
+
+def _name(listener: socket.socket) -> str:
+    return "{}:{}".format(*listener.getsockname()[:2])
+
+
+def _family(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET

@@ -18,7 +18,7 @@ from reef_bus.backends import Piece
 from reef_bus.errors import TransferError
 from reef_bus.manifest import Manifest, describe
 from reef_bus.transport import Offer, Ticket
-from reef_bus.transport.link import Answer, Hello
+from reef_bus.transport.door import Answer, Hello
 from reef_bus.transport.tcp import CHAIN_BYTES, TcpTransport
 
 LARGE = 3 * CHAIN_BYTES  # the loop turns to others several times in it

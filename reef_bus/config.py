@@ -19,7 +19,7 @@ from reef_bus.topology import DUPLICATE_WINDOW_S, check_name
 SCHEMA_VERSION = 1
 STANDBY_S = 0.25
 MAX_PUBLISHERS = 16  # they only append: more than a few add nothing but conflicts
-TRANSPORTS = ("tcp", "shm", "files")  # shm is not among the defaults: engines on other hosts could not use it
+TRANSPORTS = ("tcp", "torch", "shm", "files")  # shm is not among the defaults: engines on other hosts could not use it
 RESERVED = ("trainer", "publisher", "gateway", "supervisor", "nats")
 
 

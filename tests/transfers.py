@@ -23,8 +23,8 @@ from reef_bus.transport import Offer, Ticket, Transport
 
 PUBLICATION = "p1"
 BIG = 24 << 20  # more than loopback's buffers hold, so that a transfer can be caught in the middle
-NAMES = ("tcp", "shm", "files")
-DOORS = ("tcp", "shm")  # those with a peer, and so with a handshake
+NAMES = ("tcp", "torch", "shm", "files")
+DOORS = ("tcp", "torch", "shm")  # those with a peer, and so with a handshake
 
 Talk = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
@@ -87,7 +87,7 @@ def dead(name: str) -> Ticket:
     """Where nothing is any more."""
     with socket.create_server(("127.0.0.1", 0)) as gone:
         port = gone.getsockname()[1]
-    address = {"tcp": f"127.0.0.1:{port}", "shm": "reef-bus-gone", "files": "0" * 64}[name]
+    address = {"shm": "reef-bus-gone", "files": "0" * 64}.get(name, f"127.0.0.1:{port}")
     return Ticket(name, address, "token")
 
 

@@ -143,7 +143,7 @@ class Receiver:
         try:
             with transfer_errors(f"receiver {address}"):
                 async with asyncio.timeout(sooner_s) as sooner:
-                    await self._from(_host_port(address), deadline, (sooner, sooner_s))
+                    await self._from(host_port(address), deadline, (sooner, sooner_s))
         except TransferError as error:
             _logger.info("%s; taking the rest from the sender", error)
             return False
@@ -164,7 +164,7 @@ class Receiver:
         self, peer: tuple[str, int], deadline: asyncio.Timeout, sooner: tuple[asyncio.Timeout, float] | None = None
     ) -> str:
         """Take what is still missing from that peer. Returns where else it is to be had, if it says so."""
-        with socket.socket(_family(peer[0])) as sock:
+        with socket.socket(family(peer[0])) as sock:
             link = Link(sock, deadline, self._stall_s, sooner)
             await asyncio.get_running_loop().sock_connect(sock, peer)
             await link.moved(0)
@@ -207,10 +207,11 @@ class Receiver:
 def _address(ticket: Ticket) -> tuple[str, int]:
     if ticket.transport != "tcp":
         raise TransferError("protocol", f"expected a tcp ticket, found {ticket.transport} {ticket.address!r}")
-    return _host_port(ticket.address)
+    return host_port(ticket.address)
 
 
-def _host_port(address: str) -> tuple[str, int]:
+def host_port(address: str) -> tuple[str, int]:
+    """Raises TransferError for what is none."""
     host, _, port = address.rpartition(":")
     if host and port.isdecimal() and int(port) < 1 << 16:
         return host, int(port)
@@ -218,12 +219,12 @@ def _host_port(address: str) -> tuple[str, int]:
 
 
 def _listener(host: str) -> socket.socket:
-    return socket.create_server((host, 0), family=_family(host), backlog=BACKLOG)
+    return socket.create_server((host, 0), family=family(host), backlog=BACKLOG)
 
 
 def _name(listener: socket.socket) -> str:
     return "{}:{}".format(*listener.getsockname()[:2])
 
 
-def _family(host: str) -> socket.AddressFamily:
+def family(host: str) -> socket.AddressFamily:
     return socket.AF_INET6 if ":" in host else socket.AF_INET

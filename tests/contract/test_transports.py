@@ -60,16 +60,21 @@ ANYBODY = Arrives("an artifact is nobody's attempt: whoever knows its digest may
 DONE = Arrives("a segment that was handed over needs its sender no more")
 
 OUTCOMES: dict[str, dict[str, str]] = {
-    "sender killed in the middle": {"tcp": "closed", "shm": "closed", "files": NOBODY},
-    "sender stopped in the middle": {"tcp": "stalled", "shm": DONE, "files": NOBODY},
-    "sender stopped before it answers": {"tcp": "stalled", "shm": "stalled", "files": NOBODY},
-    "sender retracts in the middle": {"tcp": "closed", "shm": "closed", "files": NOBODY},
-    "receiver stopped while the sender retracts": {"tcp": "closed", "shm": "closed", "files": NOBODY},
-    "half, then silence": {"tcp": "stalled", "shm": "stalled", "files": "stalled"},
-    "half, then the end": {"tcp": "closed", "shm": "closed", "files": "mismatch"},
-    "wrong token": {"tcp": "refused", "shm": "refused", "files": ANYBODY},
-    "wrong attempt": {"tcp": "refused", "shm": "refused", "files": ANYBODY},
-    "wrong publication": {"tcp": "refused", "shm": "refused", "files": ANYBODY},
+    "sender killed in the middle": {"tcp": "closed", "torch": "closed", "shm": "closed", "files": NOBODY},
+    "sender stopped in the middle": {"tcp": "stalled", "torch": "stalled", "shm": DONE, "files": NOBODY},
+    "sender stopped before it answers": {"tcp": "stalled", "torch": "stalled", "shm": "stalled", "files": NOBODY},
+    "sender retracts in the middle": {"tcp": "closed", "torch": "closed", "shm": "closed", "files": NOBODY},
+    "receiver stopped while the sender retracts": {
+        "tcp": "closed",
+        "torch": "closed",
+        "shm": "closed",
+        "files": NOBODY,
+    },
+    "half, then silence": {"tcp": "stalled", "torch": "stalled", "shm": "stalled", "files": "stalled"},
+    "half, then the end": {"tcp": "closed", "torch": "closed", "shm": "closed", "files": "mismatch"},
+    "wrong token": {"tcp": "refused", "torch": "refused", "shm": "refused", "files": ANYBODY},
+    "wrong attempt": {"tcp": "refused", "torch": "refused", "shm": "refused", "files": ANYBODY},
+    "wrong publication": {"tcp": "refused", "torch": "refused", "shm": "refused", "files": ANYBODY},
 }
 
 
@@ -89,10 +94,15 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> ArtifactStore:
 
 @pytest.fixture
 def transport(name: str, store: ArtifactStore) -> Transport:
-    return transports(store, stall_s=STALL_S)[name]
+    return transports(store, stall_s=stall_s(name))[name]
 
 
-async def ends(outcome: str, transfer: Awaitable[int], target: Pieces, source: Pieces, within_s: float = 1.0) -> str:
+def stall_s(name: str) -> float:
+    """To make a process group takes a while on a machine that is busy with other tests."""
+    return 1.5 if name == "torch" else STALL_S
+
+
+async def ends(outcome: str, transfer: Awaitable[int], target: Pieces, source: Pieces, within_s: float = 4.0) -> str:
     """As OUTCOMES says; afterwards nothing writes into the target any more."""
     if isinstance(outcome, Arrives):
         await transfer
@@ -112,7 +122,7 @@ def test_every_transport_of_this_build_is_tested_and_can_be_configured(store: Ar
 def test_the_configuration_refuses_a_transport_that_nobody_has() -> None:
     everywhere = {"training": {"offers": ["shm", "files"]}, "inference": {"accepts": ["shm", "files"]}}
     assert build("here", {"publication": {"transport": "shm"}, **everywhere}).policy().transport == "shm"
-    with pytest.raises(Rejected, match=r"inference\.accepts names 'pigeon'; this version has: tcp, shm, files"):
+    with pytest.raises(Rejected, match=r"inference\.accepts names 'pigeon'; this version has: tcp, torch, shm, files"):
         build("here", {"inference": {"accepts": ["tcp", "pigeon"]}})
 
 
@@ -168,7 +178,7 @@ def test_sender_struck_in_the_middle(transport: Transport, store: ArtifactStore,
                 ticket,
                 describe(source),
                 target,
-                stall_s=STALL_S,
+                stall_s=stall_s(transport.name),
                 progress=lambda _: next(blows, lambda: None)(),
             )
             await ends(OUTCOMES[f"sender {strike} in the middle"][transport.name], transfer, target, source)
@@ -183,7 +193,7 @@ def test_sender_stopped_before_it_answers(transport: Transport, store: ArtifactS
         with peer("send", store.root, transport.name) as sender:
             ticket = await begun(sender)
             sender.stop()
-            transfer = receive(transport, ticket, describe(source), target, stall_s=STALL_S)
+            transfer = receive(transport, ticket, describe(source), target, stall_s=stall_s(transport.name))
             await ends(OUTCOMES["sender stopped before it answers"][transport.name], transfer, target, source)
             sender.kill()
             if transport.name != "files":
@@ -262,7 +272,7 @@ def test_half_and_then(name: str, ending: str, tmp_path: Path) -> None:
         transport, source, target = transports(store)[name], SMALL, pieces(0)
         with pytest.MonkeyPatch.context() as patch:
             async with half(name, ending, store, patch) as ticket:
-                transfer = receive(transport, ticket, describe(source), target, stall_s=STALL_S)
+                transfer = receive(transport, ticket, describe(source), target, stall_s=stall_s(transport.name))
                 await ends(OUTCOMES[f"half, then {ending}"][name], transfer, target, source)
         await works(transport, LARGE)
 
@@ -302,7 +312,7 @@ def test_receiver_stopped_in_the_middle_holds_up_nobody_and_never_sees_the_next_
                 await receive(transport, offer.ticket, describe(source), target)
                 since = time.monotonic()
                 await offer.close()
-                assert time.monotonic() - since < STALL_S
+                assert time.monotonic() - since < 1.0
                 await works(transport, LATER)
                 receiver.resume()
                 receiver.go_on()

@@ -159,7 +159,7 @@ def place(root: Path, digest: str) -> Path:
     """Where a store at `root` has the blob of that name; the store need not be open, or writable."""
     if not _DIGEST.fullmatch(digest):
         raise ContractError(f"{digest!r} names no blob: expected 64 hex digits of sha256")
-    return root / digest[:2] / digest[2:4] / digest
+    return root.joinpath(digest[:2], digest[2:4], digest)
 
 
 def save_weights(store: ArtifactStore, pieces: Pieces) -> tuple[Blob, Manifest]:

@@ -95,7 +95,7 @@ def aim(chance: random.Random, events: tuple[str, ...]) -> tuple[str, str]:
 
 def _rate(kind: str, chance: random.Random) -> float:
     if kind in STRIKES:
-        return round(chance.uniform(0.1, 1.5), 3)
+        return round(chance.uniform(0.1, 0.8), 3)
     return round(chance.choice((0.03, 0.1, 0.3)), 3)
 
 

@@ -43,9 +43,9 @@ class Shape:
     def drawn(cls, chance: random.Random) -> Shape:
         staged = chance.random() < 0.35
         return cls(
-            engines=chance.choice((1, 2, 2, 3)),
-            jobs=chance.choice((2, 2, 3)),
-            publishers=chance.choice((1, 2, 2, 2, 3)),
+            engines=chance.choice((1, 1, 2, 2, 3)),
+            jobs=chance.choice((1, 2, 2, 3)),
+            publishers=chance.choice((1, 1, 2, 2, 3)),
             transport="files" if chance.random() < 0.15 else "tcp",
             mode="staged" if staged else "fenced",
             single_copy=int(staged and chance.random() < 0.1),

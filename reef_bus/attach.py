@@ -26,14 +26,12 @@ from reef_bus.embedded import Lock
 from reef_bus.errors import ContractError, ReefError, Rejected
 from reef_bus.jetstream import connect
 from reef_bus.origin import blobs_in
-from reef_bus.outcomes import Committed, Outcome
+from reef_bus.outcomes import Committed, Halted, Outcome, Refused
 from reef_bus.runner import Retired, Runner
 from reef_bus.tensors import copied
 
-__all__ = [
-    *("attach", "attach_blocking", "Bus", "BlockingBus", "Handle"),
-    *("Outcome", "Committed", "Refused", "Halted", "Head"),
-]
+__all__ = ["Bus", "BlockingBus", "Handle", "Outcome", "attach", "attach_blocking"]
+__all__ += ["Committed", "Halted", "Head", "Refused"]
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")

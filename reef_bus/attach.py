@@ -88,7 +88,7 @@ class Boot:
                 moved.cancel()
 
     async def room(self) -> None:
-        """Wait until another copy may be taken; `publish` gives the room back."""
+        """Wait until another copy may be taken; whoever took it gives the room back."""
         if self.end.done():
             self.end.result()
         await self._room.acquire()
@@ -239,6 +239,14 @@ class _Attachment:
         """The release that serves now; after a rollback or a halt its step is not `step`."""
         return self._boot.role.place.head
 
+    def _ask_for_room(self) -> concurrent.futures.Future[None]:
+        return self._thread.call(self._boot.room())
+
+    def _no_more(self, room: concurrent.futures.Future[None]) -> None:
+        """Who asked for room was interrupted: it is given back, when it is there."""
+        if not room.cancelled() and room.exception() is None:
+            self._thread.soon(self._boot.give_back)
+
     def _hand_in(self, named: Mapping[str, Any], step: int) -> Handle:
         """Copy in the caller's thread, where a device's pending work is ordered before the copy."""
         try:
@@ -262,7 +270,12 @@ class Bus(_Attachment):
 
     async def publish(self, named_tensors: Mapping[str, Any], *, step: int, wait: bool = True) -> Outcome | Handle:
         """Publish one step: its tensors, under the names that engines use. As `BlockingBus.publish`."""
-        await _bridged(self._thread.call(self._boot.room()))
+        room = self._ask_for_room()
+        try:
+            await _bridged(room)
+        except asyncio.CancelledError:
+            room.add_done_callback(self._no_more)
+            raise
         handle = self._hand_in(named_tensors, step)
         return await handle if wait else handle
 
@@ -286,7 +299,12 @@ class BlockingBus(_Attachment):
         Raises Rejected for tensors that cannot be published, for a step that does not go on from the log, and when
         another loop has taken over; ContractError when the log contradicts itself.
         """
-        self._thread.call(self._boot.room()).result()
+        room = self._ask_for_room()
+        try:
+            room.result()
+        except KeyboardInterrupt:
+            room.add_done_callback(self._no_more)
+            raise
         handle = self._hand_in(named_tensors, step)
         return handle.result() if wait else handle
 

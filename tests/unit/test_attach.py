@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import struct
+import threading
 import time
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
@@ -20,7 +21,9 @@ import pytest
 from consumers.reef_trainer.book import RecordBook
 from consumers.reef_trainer.role import Trainer, _build
 from reef_bus import attach as attach_module
+from reef_bus import attached as attached_module
 from reef_bus import runner as runner_module
+from reef_bus.artifacts import save_weights
 from reef_bus.attach import Boot, Committed, Halted, Handle, Outcome, Refused, attach, attach_blocking
 from reef_bus.attached import KEPT_COPIES, Attached, Place
 from reef_bus.config import Config, Inference, Training, build, check
@@ -588,6 +591,28 @@ async def test_who_stops_waiting_withdraws_nothing(beside: Box) -> None:
             await asyncio.wait_for(bus.publish(step(1), step=1), 0.001)
         assert isinstance(await bus.publish(step(1), step=1), Committed)
     assert beside.count("JobDispatched") == 1
+
+
+async def test_who_stops_waiting_for_room_takes_none(beside: Box, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The disk is slow: two copies are on their way, and others wait for their turn, but not for long."""
+    may_save = threading.Event()
+
+    def slow(store: Any, pieces: Any) -> Any:
+        assert may_save.wait(10)
+        return save_weights(store, pieces)
+
+    async with attach(beside.config) as bus:
+        await bus.publish(step(0), step=0)
+        monkeypatch.setattr(attached_module, "save_weights", slow)
+        handles = [await bus.publish(step(number), step=number, wait=False) for number in (1, 2)]
+        for _ in range(4):
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(bus.publish(step(3), step=3, wait=False), 0.05)
+        may_save.set()
+        async with asyncio.timeout(10):
+            handles += [await bus.publish(step(number), step=number, wait=False) for number in (3, 4, 5, 6)]
+            found = [await handle for handle in handles]
+    assert [(each.step, type(each)) for each in found] == [(number, Committed) for number in range(1, 7)]
 
 
 def test_errors_come_before_anything_is_copied_or_stored(beside: Box) -> None:

@@ -63,7 +63,7 @@ class Boot:
                 await running
             raise ContractError(self.runner.halted)
         except Retired as end:
-            raise Rejected(f"{end}: only one loop may publish. What that one did not hand in is not published") from end
+            raise Rejected(f"{end}: only one loop may publish, and it is no longer this one; end it", 409) from end
         finally:
             running.cancel()
             await asyncio.gather(running, return_exceptions=True)
@@ -149,7 +149,9 @@ async def booted(config: Config) -> AsyncIterator[Boot]:
             await metrics.serve(config, "trainer", runner, stack)
         boot = Boot(role, runner)
         stack.push_async_callback(boot.close)
+        log.info("boot %s joins %s as the trainer", lock.token, config.deployment)
         await boot.ready()
+        log.info("boot %s is the trainer; the last step is %d", lock.token, role.place.step)
         yield boot
 
 

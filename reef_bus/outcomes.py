@@ -58,7 +58,8 @@ Outcome = Committed | Refused | Halted
 
 
 class Endings(msgspec.Struct):
-    """Evidence by load id, causes by candidate or job, candidates by publication, but for rollbacks."""
+    """Evidence by load id, causes by candidate or job, candidates by publication. What is said of a rollback is said of
+    a candidate that was committed, which is never asked about."""
 
     evidence: dict[str, tuple[Evidence, ...]] = {}
     causes: dict[str, tuple[str, str]] = {}
@@ -70,11 +71,11 @@ def note(endings: Endings, event: Event) -> None:
     match event:
         case ReleaseCommitted(load_id=load_id, evidence=evidence):
             endings.evidence.setdefault(load_id, evidence)
-        case TargetPersisted(publication=publication, candidate=candidate, request=0):
+        case TargetPersisted(publication=publication, candidate=candidate):
             endings.targets.setdefault(publication, candidate)
         case PublicationHalted(publication=publication) if publication in endings.targets:
             endings.causes.setdefault(endings.targets[publication], (event.reason, event.detail))
-        case PublicationRefused(candidate=candidate, request=0):
+        case PublicationRefused(candidate=candidate, request=0):  # a rollback may name none
             endings.causes.setdefault(candidate, (event.reason, event.detail))
         case CandidateRejected(candidate=candidate):
             endings.causes.setdefault(candidate, ("rejected", f"by {event.selector}: {event.why}"))

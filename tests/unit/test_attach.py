@@ -38,7 +38,7 @@ from reef_bus.runner import Runner
 from reef_bus.samples import Batch, decode_batch, encode_batch
 from reef_bus.tensors import copied
 from tests.box import CONFIG, Box, box
-from tests.facts import discard_asked, halt_asked, opened, promotion_asked, started
+from tests.facts import discard_asked, halt_asked, opened, promotion_asked, rollback_asked, started
 from tests.loop import names, quiet, until
 
 
@@ -80,7 +80,7 @@ class Loop:
         self.role = Attached(deployment.config, Me("trainer", f"t.{next(deployment.boots)}"), deployment.store)
         self.journal = Mortal(deployment.streams)
         self.journal.last = last
-        self.boot = Boot(self.role, Runner(self.journal, self.role, clock=lambda: 1, tick_s=0.01))
+        self.boot = Boot(self.role, Runner(self.journal, self.role, clock=lambda: 1, tick_s=60))  # time makes no debts
 
     async def publish(self, tensors: Mapping[str, Any], *, step: int) -> Outcome:
         await self.boot.room()
@@ -214,7 +214,9 @@ async def test_a_loop_that_ends_at_any_event_goes_on_without_losing_or_doubling_
             await until(lambda: event in deployment.names())
             await quiet(0.05)
         await asyncio.gather(*tasks, return_exceptions=True)
+        left = deployment.count("ScenarioRegistered") + deployment.count("JobDispatched") - 1
         async with loop(deployment) as ours:
+            assert ours.role.place.step == left
             begin = 0 if again else ours.role.place.step + 1
             for number in range(begin, 3):
                 assert isinstance(await ours.publish(step(number), step=number), Committed)
@@ -319,6 +321,23 @@ class Stuck:
 
     async def offer(self, *args: Any, **kwargs: Any) -> Any:
         await asyncio.Event().wait()
+
+
+async def test_a_rollback_changes_nothing_about_what_became_of_a_step(tmp_path: Path) -> None:
+    """One that is met, one that is refused, and one to a release that never was."""
+    async with box(tmp_path) as deployment, loop(deployment) as ours:
+        first = [await ours.publish(step(number), step=number) for number in range(3)]
+        await deployment.put(rollback_asked(1, on=2))
+        await until(lambda: deployment.count("ReleaseCommitted") == 3)
+        assert ours.role.place == (2, ("inc:3", first[1].candidate, 1))
+        await deployment.put(rollback_asked(99, on=3), rollback_asked(1, on=2))
+        await until(lambda: deployment.count("PublicationRefused") == 2)
+        assert [await ours.publish(step(number), step=number) for number in range(3)] == first
+        found = await ours.publish(step(3), step=3)
+        assert isinstance(found, Committed) and found.load_id == "inc:4"
+        (job,) = [e for e in await deployment.log() if isinstance(e, JobDispatched) and e.step == 3]
+        assert job.base == first[1].candidate and deployment.count("TrainerRestored") == 1
+        assert await deployment.violations() == []
 
 
 HOLD = msgspec.structs.replace(CONFIG, training=Training(backend="attached", hold=True))
@@ -574,6 +593,12 @@ def test_the_end_of_the_block_waits_for_what_was_handed_in(beside: Box) -> None:
         handles = [bus.publish(step(number), step=number, wait=False) for number in range(4)]
     assert [handle.done() for handle in handles] == [True] * 4
     assert beside.memories == {"e0": held(3), "e1": held(3)}
+
+
+async def test_the_end_of_a_coroutines_block_waits_as_well(beside: Box) -> None:
+    async with attach(beside.config) as bus:
+        handles = [await bus.publish(step(number), step=number, wait=False) for number in range(3)]
+    assert [handle.result(0).step for handle in handles] == [0, 1, 2]
 
 
 def test_a_block_that_raises_ends_at_once_and_leaves_the_rest_to_the_next_boot(beside: Box) -> None:

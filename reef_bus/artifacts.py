@@ -20,7 +20,7 @@ from typing import BinaryIO
 import msgspec
 import xxhash
 
-from reef_bus.backends import Pieces
+from reef_bus.backends import Piece, Pieces
 from reef_bus.errors import ContractError, TransferError, Unavailable
 from reef_bus.events import Blob
 from reef_bus.manifest import (
@@ -188,6 +188,13 @@ def load_weights(store: ArtifactStore, blob_digest: str, into: Pieces, manifest:
         for _ in verify_weights(store, blob_digest, manifest):
             pass
         return sum(copy_weights(store, blob_digest, into))
+
+
+def read_weights(store: ArtifactStore, blob_digest: str, manifest: Manifest) -> Pieces:
+    """The stored weights in memory of their own. Raises as `load_weights`."""
+    memory = {e.name: Piece(e.dtype, e.shape, memoryview(bytearray(e.nbytes))) for e in manifest.tensors}
+    load_weights(store, blob_digest, memory, manifest)
+    return memory
 
 
 def verify_weights(store: ArtifactStore, blob_digest: str, manifest: Manifest) -> Generator[int, None, None]:

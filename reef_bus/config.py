@@ -20,6 +20,7 @@ SCHEMA_VERSION = 1
 STANDBY_S = 0.25
 MAX_PUBLISHERS = 16  # they only append: more than a few add nothing but conflicts
 TRANSPORTS = ("tcp", "torch", "shm", "files")  # shm is not among the defaults: engines on other hosts could not use it
+ATTACHED = "attached"
 RESERVED = ("trainer", "publisher", "gateway", "supervisor", "nats")
 
 
@@ -58,7 +59,9 @@ class Inference(Part, frozen=True, kw_only=True):
 
 class Training(Part, frozen=True, kw_only=True):
     """`offers`: transports, best first. A job takes `groups` × `group_size` samples, none staler than `max_staleness`
-    links of the base chain. With `hold`, each candidate waits for a person: `reef-bus promote` or `discard`."""
+    links of the base chain. With `hold`, each candidate waits for a person: `reef-bus promote` or `discard`. With
+    `backend: attached` the trainer is a loop of your own, which publishes by `reef_bus.attach`: none is started, and of
+    the rest of this section only `offers`, `host` and `hold` matter."""
 
     backend: str = "torch"
     offers: tuple[str, ...] = ("tcp", "files")
@@ -87,8 +90,8 @@ class Publication(Part, frozen=True, kw_only=True):
 
 
 class Metrics(Part, frozen=True, kw_only=True):
-    """Prometheus. Components listen from `port` on, one port each, in the order in which they are started, the
-    supervisor last; 0: nobody does."""
+    """Prometheus. Components listen from `port` on, one port each, in the order in which they are started, then the
+    supervisor, and after it a trainer that is attached; 0: nobody does."""
 
     host: str = "127.0.0.1"
     port: int = 0
@@ -128,11 +131,14 @@ class Config(Part, frozen=True, kw_only=True):
         """Component id → role, in the order in which they are started."""
         engines = dict.fromkeys(self.inference.engines, "engine")
         publishers = dict.fromkeys(self.publishers(), "publisher")
-        return {"trainer": "trainer", **engines, **publishers, "gateway": "gateway"}
+        trainer = {} if self.training.backend == ATTACHED else {"trainer": "trainer"}
+        return {**trainer, **engines, **publishers, "gateway": "gateway"}
 
     def metrics_port(self, component: str) -> int:
         """Raises Rejected for a component that this configuration does not name."""
         known = [*self.components(), "supervisor"]
+        if self.training.backend == ATTACHED:
+            known.append("trainer")
         if component not in known:
             raise Rejected(f"component {component!r} has no metrics port: the configuration names {', '.join(known)}")
         return self.metrics.port + known.index(component)
@@ -237,9 +243,10 @@ def check(config: Config) -> Config:
         raise Rejected(f"publication.publishers is {config.publication.publishers}: expected 1 to {MAX_PUBLISHERS}")
     if config.publication.pause != "drain":
         raise Rejected(f"publication.pause is {config.publication.pause!r}; this version has: drain")
-    for kind, backend in (("inference", config.inference.backend), ("training", config.training.backend)):
-        if backend != "torch":
-            raise Rejected(f"{kind}.backend is {backend!r}; this version has: torch")
+    if config.inference.backend != "torch":
+        raise Rejected(f"inference.backend is {config.inference.backend!r}; this version has: torch")
+    if config.training.backend not in ("torch", ATTACHED):
+        raise Rejected(f"training.backend is {config.training.backend!r}; this version has: torch, {ATTACHED}")
     return config
 
 

@@ -182,6 +182,10 @@ class Runner:
             if self._bare - before:
                 self._wake()
 
+    def ask(self) -> None:
+        """Ask now what is owed, and not at the next tick: something has changed it that is not on the log."""
+        self._ask.set()
+
     def _owed(self) -> Sequence[Debt]:
         return self.role.react(self.world, self.clock())
 

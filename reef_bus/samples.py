@@ -9,6 +9,7 @@ import msgspec
 
 from reef_bus.backends import Sample
 from reef_bus.errors import ContractError
+from reef_bus.events import Blob
 
 MAX_SCORE = 1e6
 """The largest score, positive or negative: what one client reports must not spoil the batch that it falls into."""
@@ -23,11 +24,19 @@ class TokenRow(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     load_ids: tuple[str, ...]
 
 
-class Batch(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Given(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a training loop of somebody's own has made, durable before its job is dispatched."""
+
+    weights: Blob
+    manifest: str
+
+
+class Batch(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """One job's input and commit context: training it again needs nothing else.
 
     `records` are the consumed records with their sequences; `floor` and `taken` are the processor's next state: below
-    `floor` nothing is wanted any more, `taken` are the consumed sequences above it.
+    `floor` nothing is wanted any more, `taken` are the consumed sequences above it. With `given` there are neither
+    samples nor records, and nothing is left to train.
     """
 
     job: str
@@ -38,6 +47,7 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     records: tuple[tuple[str, int], ...]
     floor: int
     taken: tuple[int, ...]
+    given: Given | None = None
 
 
 _ROWS = msgspec.msgpack.Decoder(list[TokenRow])

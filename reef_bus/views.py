@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from reef_bus.config import ATTACHED
 from reef_bus.core.effects import Policy
 from reef_bus.core.publication import FENCED, Publication
 from reef_bus.core.reactions.common import word
@@ -117,6 +118,8 @@ def waiting(world: World, now: int, policy: Policy) -> dict[str, Any]:
         return _wait(", ".join(behind), since, now, "it loads and proves the head")
     if world.training.job:
         return _waiting_for_training(world, world.training.job, now)
+    if world.training.backend == ATTACHED:
+        return _wait("the training loop", _moved(world, "train"), now, "it publishes its next step")
     then = "enough fresh, reported answers make the next batch"
     return _wait("the harness", _moved(world, "train"), now, then)
 
@@ -135,7 +138,7 @@ def _waiting_for_training(world: World, job: Job, now: int) -> dict[str, Any]:
         )
         return _wait("a person", since, now, then, f"reef-bus retrain {scenario} {job.id} --why …")
     trainer = world.components.get("trainer")
-    if trainer and not trainer.running:
+    if trainer and not trainer.running and world.training.backend != ATTACHED:
         return _wait("the supervisor", trainer.ended_time, now, f"it starts the trainer again, which finishes {job.id}")
     if job.evaluated:
         then = f"it decides on {job.candidate}; where candidates are held for review, a person does"

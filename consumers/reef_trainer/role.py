@@ -14,72 +14,40 @@ from typing import Any
 from consumers.reef_trainer.book import RecordBook
 from reef_bus import process
 from reef_bus.artifacts import ArtifactStore, save_weights
-from reef_bus.backends import TrainingBackend
-from reef_bus.config import Config
-from reef_bus.core import reactions
-from reef_bus.core.effects import (
-    AssembleBatch,
-    Debt,
-    Decide,
-    Evaluate,
-    Join,
-    Me,
-    OfferWeights,
-    Register,
-    Train,
-)
+from reef_bus.authority import Authority
+from reef_bus.backends import Pieces, TrainingBackend
+from reef_bus.config import ATTACHED, Config
+from reef_bus.core.effects import AssembleBatch, Debt, Me, Train
 from reef_bus.core.ids import BASE, derived
 from reef_bus.core.training import Candidate
 from reef_bus.core.world import World
-from reef_bus.errors import ContractError, TransferError
-from reef_bus.events import (
-    Blob,
-    CandidateEvaluated,
-    CandidateReady,
-    CandidateRejected,
-    CandidateSelected,
-    Event,
-    JobDispatched,
-    JobDropped,
-    Recorded,
-    ScenarioRegistered,
-    SenderFailed,
-    SenderReady,
-    TrainerJoined,
-)
+from reef_bus.errors import ContractError, Rejected
+from reef_bus.events import Blob, Event, JobDispatched, JobDropped, Recorded
 from reef_bus.journal import Journal
 from reef_bus.manifest import Manifest
-from reef_bus.recipe import Evaluator, HoldForReview, SelectFinite, Selector, TrainingMetrics
 from reef_bus.runner import Role, blocking
 from reef_bus.samples import Batch, decode_batch, encode_batch
-from reef_bus.transport import Transport, transports
 
 KEPT_STATES = 3  # the head, the candidate being published, and the one being trained
 
 
-class Trainer(Role):
+class Trainer(Authority):
     """One boot of the trainer."""
-
-    name = "trainer"
 
     def __init__(
         self, config: Config, me: Me, backend: TrainingBackend, store: ArtifactStore, book: RecordBook
     ) -> None:
-        super().__init__(me)
-        self.config = config
+        super().__init__(config, me, store)
         self.backend = backend
-        self.store = store
         self.book = book
-        self.transports: dict[str, Transport] = transports(
-            store, config.training.host, config.publication.deadlines.stall_s
-        )
-        self.evaluator: Evaluator = TrainingMetrics()
-        self.selector: Selector = HoldForReview() if config.training.hold else SelectFinite()
         self._states: dict[str, Any] = {}
         self._kept = threading.Lock()  # an offer loads in one thread while a job trains in another
 
+    def in_place(self) -> bool:
+        return self.backend.mutates_in_place
+
     def react(self, world: World, now: int) -> Sequence[Debt]:
-        debts = reactions.trainer(world, self.me)
+        debts = super().react(world, now)
         if 0 < self.config.training.max_jobs <= world.training.dispatched:
             return [debt for debt in debts if not isinstance(debt.effect, AssembleBatch)]
         return debts
@@ -87,48 +55,16 @@ class Trainer(Role):
     def folded(self, world: World, batch: Sequence[Recorded]) -> None:
         self.book.moved(world)
 
-    async def perform(self, debt: Debt, scope: contextlib.AsyncExitStack) -> Event | None:
-        match debt.effect:
-            case Join():
-                return self._join()
-            case Register():
-                return await blocking(self._register)
-            case AssembleBatch() as effect:
-                return await self._assemble(effect)
-            case Train() as effect:
-                return await blocking(self._train, effect)
-            case Evaluate() as effect:
-                return await blocking(self._evaluate, effect)
-            case Decide() as effect:
-                return self._decide(effect)
-            case OfferWeights() as effect:
-                return await self._offer(effect, scope)
-        raise AssertionError(debt.effect)
-
-    def _join(self) -> Event:
-        return TrainerJoined(
-            scenario=self.config.scenario,
-            backend=self.config.training.backend,
-            offers=self.config.training.offers,
-            mutates_in_place=self.backend.mutates_in_place,
-        )
-
-    def _register(self) -> Event:
+    def register(self) -> Event:
         state = self._remember(BASE, self.backend.initial())
-        weights, manifest, optimizer = self._save(state)
-        return ScenarioRegistered(
-            scenario=self.config.scenario,
-            model=self.config.model,
-            recipe="grpo",
-            weights=weights,
-            optimizer=optimizer,
-            manifest=manifest.digest,
-            tensor_bytes=manifest.total,
-        )
+        return self.registered("grpo", *self._save(state))
+
+    def weights(self, candidate: Candidate) -> Pieces:
+        return self.backend.weights(self._state(candidate))
 
     # -- jobs
 
-    async def _assemble(self, effect: AssembleBatch) -> Event:
+    async def assemble(self, effect: AssembleBatch) -> Event:
         last = decode_batch(await blocking(self.store.get, effect.last_batch.digest)) if effect.last_batch else None
         units, samples, floor, taken = await self.book.batch(effect.base, last)
         job = derived("job", effect.step, effect.base, *(unit.record for unit in units))
@@ -152,9 +88,8 @@ class Trainer(Role):
             records=len(units),
         )
 
-    def _train(self, effect: Train) -> Event:
+    def train(self, effect: Train, batch: Batch) -> Event:
         job = effect.job
-        batch = decode_batch(self.store.get(job.batch.digest))
         base = self._state(effect.base)  # a damaged one is not the batch's fault: that halts, and drops nothing
         if self.backend.mutates_in_place:
             self._forget()
@@ -162,20 +97,8 @@ class Trainer(Role):
             state, metrics = self.backend.train(base, batch.samples, batch.seed)
         except ContractError as error:
             return JobDropped(scenario=self.config.scenario, job=job.id, reason="not_trainable", detail=str(error))
-        candidate = derived("cand", job.id)
-        weights, manifest, optimizer = self._save(self._remember(candidate, state))
-        return CandidateReady(
-            scenario=self.config.scenario,
-            job=job.id,
-            attempt=job.attempt,
-            candidate=candidate,
-            base=job.base,
-            weights=weights,
-            optimizer=optimizer,
-            manifest=manifest.digest,
-            tensor_bytes=manifest.total,
-            metrics=metrics,
-        )
+        made = self._save(self._remember(derived("cand", job.id), state))
+        return self.ready(job, *made, metrics)
 
     def _save(self, state: Any) -> tuple[Blob, Manifest, Blob]:
         """Make a state durable; the manifest is read back, so that what is named on the log is what can be loaded."""
@@ -204,57 +127,10 @@ class Trainer(Role):
         with self._kept:
             self._states.clear()
 
-    def _evaluate(self, effect: Evaluate) -> Event:
-        found = self.evaluator.evaluate(effect.candidate, effect.metrics)
-        return CandidateEvaluated(
-            scenario=self.config.scenario, candidate=effect.candidate.id, evaluator=self.evaluator.name, metrics=found
-        )
-
-    def _decide(self, effect: Decide) -> Event | None:
-        decision = self.selector.decide(effect.candidate, effect.metrics)
-        if decision.select is None:
-            return None
-        kind = CandidateSelected if decision.select else CandidateRejected
-        return kind(
-            scenario=self.config.scenario,
-            candidate=effect.candidate.id,
-            selector=self.selector.name,
-            why=decision.why,
-        )
-
-    # -- sending
-
-    async def _offer(self, effect: OfferWeights, scope: contextlib.AsyncExitStack) -> Event:
-        target = effect.publication
-        try:
-            manifest = Manifest.decode(await blocking(self.store.get, target.manifest))
-            state = await blocking(self._state, effect.candidate)
-            transport = self.transports[target.transport]
-            offer = await transport.offer(
-                manifest, self.backend.weights(state), publication=target.id, attempt=target.attempt
-            )
-            scope.push_async_callback(offer.close)
-        except (TransferError, ContractError) as error:
-            return SenderFailed(
-                scenario=self.config.scenario,
-                publication=target.id,
-                attempt=target.attempt,
-                cause=error.cause if isinstance(error, TransferError) else "artifact",
-                detail=str(error),
-            )
-        return SenderReady(
-            scenario=self.config.scenario,
-            publication=target.id,
-            attempt=target.attempt,
-            load_id=target.load_id,
-            manifest=manifest.digest,
-            transport=offer.ticket.transport,
-            address=offer.ticket.address,
-            token=offer.ticket.token,
-        )
-
 
 async def _build(config: Config, journal: Journal, me: Me, stack: contextlib.AsyncExitStack) -> Role:
+    if config.training.backend == ATTACHED:
+        raise Rejected("training.backend is attached: the trainer is a loop of your own (reef_bus.attach), not a role")
     backend: TrainingBackend = await blocking(_backend, config)
     store = ArtifactStore(config.folder("artifacts"))
     book = RecordBook(config, journal, store)

@@ -56,7 +56,7 @@ CONDUCT = (
         "a job is trained from whatever state the process had last, and not from the base that it names",
         (
             Edit(
-                "consumers.reef_trainer.role:Trainer._train",
+                "consumers.reef_trainer.role:Trainer.train",
                 "base = self._state(effect.base)",
                 "base = list(self._states.values())[-1] if self._states else self._state(effect.base)",
             ),
@@ -181,7 +181,7 @@ CONDUCT = (
         "ingress-outlives-its-attempt",
         "a transfer goes on when its attempt is over: nobody ends it, waits for its end, or closes its source",
         (
-            Edit("consumers.reef_trainer.role:Trainer._offer", "scope.push_async_callback(offer.close)", "pass"),
+            Edit("reef_bus.authority:Authority._offer", "scope.push_async_callback(offer.close)", "pass"),
             Edit(RUNNER + "_drop", "task.cancel()", "pass"),
             Edit(AGENT + "_receive", "async with self.ingress, self.memory:", "if True:"),
         ),

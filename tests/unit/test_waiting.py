@@ -42,6 +42,7 @@ from tests.facts import (
 from tests.spec import SECOND, Step, after, by, given
 
 IN_PLACE = TrainerJoined(scenario=S, backend="torch", offers=("tcp",), mutates_in_place=True)
+ATTACHED = TrainerJoined(scenario=S, backend="attached", offers=("tcp",), mutates_in_place=False)
 TARGETED = (*SERVING, *trained("c1"), target(1, "c1", E0, E1))
 
 
@@ -58,6 +59,7 @@ def waits(*steps: Step, later_s: float = 5.0) -> dict[str, Any]:
         ((*REGISTERED, joined("e0")), "e0", "proves the head"),
         (SERVING, "the harness", "next batch"),
         ((*SERVING, dispatched("j")), "the trainer", "finishes j"),
+        ((*SERVING, by("t2", ATTACHED)), "the training loop", "publishes its next step"),
         (TARGETED, "e0, e1", "after 30 s it is excluded"),
         ((*TARGETED, fenced("e0", 1)), "e1", "stops generating"),
         ((*TARGETED, fenced("e0", 1), fenced("e1", 1)), "the trainer", "offers the weights"),
@@ -104,6 +106,11 @@ def test_a_trainer_that_is_down_is_the_supervisors_to_start() -> None:
     down = (ComponentStarted(component="trainer", pid=1, starts=1), ComponentLost(component="trainer", exit=-9))
     found = waits(*SERVING, dispatched("j"), *down, later_s=3.0)
     assert (found["on"], found["since_s"]) == ("the supervisor", 3.0) and "which finishes j" in found["next"]
+
+
+def test_an_attached_trainer_is_nobodys_to_start_whatever_ran_here_before() -> None:
+    down = (ComponentStarted(component="trainer", pid=1, starts=1), ComponentLost(component="trainer", exit=-9))
+    assert waits(*SERVING, *down, by("t2", ATTACHED), by("t2", dispatched("j")))["on"] == "the trainer"
 
 
 @pytest.mark.parametrize(

@@ -141,8 +141,8 @@ def check(record: Record, nbytes: int, width: int, index: int) -> None:
     payload will give: to be asked of all records before the first is unpacked."""
     about, expected = f"bucket {index}", _unpacked(record, nbytes, width)
     if not _meaningful(record):
-        found = f"{record.changed} gaps of {record.gap_bytes} bytes"
-        raise DeltaError("damaged", f"{about} is {record.form.name} with {found}")
+        gaps = f"{record.changed} gaps of {record.gap_bytes} bytes"
+        raise DeltaError("damaged", f"{about} is {record.form.name} with {gaps}")
     if expected > nbytes:
         raise DeltaError("oversized", f"{about} declares {expected} bytes unpacked; it has {nbytes}")
     if record.form in (Form.UNCHANGED, Form.FULL):

@@ -83,9 +83,14 @@ def test_between_two_anchors_are_fewer_deltas_than_every_and_each_pays(history: 
     for number in range(len(history)):
         since = next(back for back in itertools.count() if number - back in found)
         assert since < every
-    assert all(
-        history[n].delta is not None and history[n].delta < history[n].full for n in set(range(len(history))) - found
-    )
+    paid = [history[number] for number in range(len(history)) if number not in found]
+    assert all(release.delta is not None and release.delta < release.full for release in paid)
+
+
+@BRIEFLY
+@given(histories(), EVERY, st.integers(0, 14))
+def test_a_later_release_makes_no_earlier_one_an_anchor(history: list[Release], every: int, count: int) -> None:
+    assert anchors(history[:count], every) == {number for number in anchors(history, every) if number < count}
 
 
 @BRIEFLY

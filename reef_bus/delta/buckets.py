@@ -181,7 +181,7 @@ def unpack(record: Record, old: Arrays, new: Arrays, index: int) -> None:
     if record.form is Form.FULL:
         return _copy(record.payload, new)
     if record.form is Form.DENSE:
-        return _walk(_unplaned(_inflate(record, _bytes(new), index), new[0].dtype), old, new)
+        return _walk(_inflate(record, _bytes(new), index), old, new)
     for a, b in zip(old, new, strict=True):
         np.copyto(b, a)
     if record.form is Form.SPARSE:
@@ -195,8 +195,8 @@ def _copy(payload: Any, new: Arrays) -> None:
         start += array.nbytes
 
 
-def _walk(steps: Array, old: Arrays, new: Arrays) -> None:
-    start = 0
+def _walk(raw: Array, old: Arrays, new: Arrays) -> None:
+    steps, start = _unplaned(raw, new[0].itemsize, new[0].dtype), 0
     for a, b in zip(old, new, strict=True):
         np.add(a, _unfolded(steps[start : start + a.size]), out=b)
         start += a.size
@@ -204,12 +204,12 @@ def _walk(steps: Array, old: Arrays, new: Arrays) -> None:
 
 def _scatter(record: Record, new: Arrays, index: int) -> None:
     """`new` holds the old values: add the steps where there are any."""
-    count, width = record.changed, record.gap_bytes
-    raw = _inflate(record, count * (width + new[0].itemsize), index)
-    places = np.cumsum(_gaps(raw[: count * width], width) + 1) - 1
-    if places.size and places[-1] >= _count(new):
+    width, cut_at = new[0].itemsize, record.changed * record.gap_bytes
+    raw = _inflate(record, cut_at + record.changed * width, index)
+    places = np.cumsum(_unplaned(raw[:cut_at], record.gap_bytes, np.int64) + 1) - 1
+    if places[-1] >= _count(new):
         raise DeltaError("damaged", f"bucket {index} changes value {places[-1]}; it has {_count(new)}")
-    steps = _unfolded(_unplaned(raw[count * width :], new[0].dtype))
+    steps = _unfolded(_unplaned(raw[cut_at:], width, new[0].dtype))
     first = start = 0
     for array in new:
         last = int(np.searchsorted(places, start + array.size))
@@ -231,15 +231,14 @@ def _inflate(record: Record, size: int, index: int) -> Array:
     return np.frombuffer(raw, np.uint8)
 
 
-def _gaps(planes: Array, width: int) -> Array:
-    gaps = np.zeros(planes.size // width, np.int64)
-    for place, plane in enumerate(planes.reshape(width, -1)):
-        gaps |= plane.astype(np.int64) << (8 * place)
-    return gaps
-
-
-def _unplaned(planes: Array, dtype: np.dtype[Any]) -> Array:
-    return np.ascontiguousarray(planes.reshape(dtype.itemsize, -1).T).reshape(-1).view(dtype)
+def _unplaned(planes: Array, width: int, dtype: npt.DTypeLike) -> Array:
+    """The inverse of `_planes`, also for the lowest planes alone. By shifts: numpy's transposed copy took ten times as
+    long in this direction."""
+    joined = np.zeros(planes.size // width, dtype)
+    for plane in planes.reshape(width, -1)[::-1]:
+        joined <<= 8
+        joined |= plane
+    return joined
 
 
 def _unfolded(folded: Array) -> Array:

@@ -2,8 +2,8 @@
 
 Knows: the demo's learning loop, a larger transformer that learns sums, a stopwatch. Must not know: how deltas work.
 Per step: the version before is the base. Figures are medians over the steps, on one thread. GB/s are of the version's
-bytes, not the delta's. `wins below`: the bandwidth at which encode + delta/bandwidth + apply takes as long as
-full/bandwidth; hashing is left out, for both need it.
+bytes, not the delta's, per second of processor time: others may be at work. `wins below`: the bandwidth at which encode
++ delta/bandwidth + apply takes as long as full/bandwidth; hashing is left out, for both need it.
 """
 
 from __future__ import annotations
@@ -178,9 +178,9 @@ def step_of(base: Pieces, new: Pieces, staging: dict[str, Piece]) -> dict[str, f
 
 
 def timed(work: Callable[[], Any]) -> tuple[float, Any]:
-    began = time.perf_counter()
+    began = time.thread_time()
     result = work()
-    return time.perf_counter() - began, result
+    return time.thread_time() - began, result
 
 
 def changed(base: Pieces, new: Pieces) -> float:

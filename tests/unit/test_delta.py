@@ -349,15 +349,6 @@ def test_a_frame_that_is_not_exactly_one_is_damage(payload: bytes) -> None:
     assert caught.value.flaw == "damaged"
 
 
-def test_a_frame_that_asks_for_a_window_of_a_gigabyte_is_refused() -> None:
-    """RFC 8878: four bytes of content size, a window of 2**30, one last raw block of 8 bytes."""
-    frame = bytes.fromhex("28b52ffd 80 a0 08000000 410000") + bytes(8)
-    assert zstd.get_frame_info(frame).decompressed_size == 8
-    with pytest.raises(DeltaError, match="too much memory") as caught:
-        list(apply(genuine(4, Record(Form.DENSE, frame)), BASE, HELD, room(NEW), TARGET))
-    assert caught.value.flaw == "damaged"
-
-
 def test_a_change_beyond_the_bucket_is_damage() -> None:
     beyond = Record(Form.SPARSE, zstd.compress(bytes([32, 1, 0])), 1, 1)  # value 32 of 0 to 31
     with pytest.raises(DeltaError, match="value 32") as caught:

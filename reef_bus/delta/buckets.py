@@ -25,7 +25,8 @@ else:
 LEVEL = 1
 """Of zstd. Level 3 made deltas of bf16 training 3 to 7% larger, and took three times as long."""
 DENSE_SHARE = 0.25
-"""Changed values from which on the dense form is tried too. It took over between 0.5 and 0.6, on bf16."""
+"""Changed values from which on the dense form is tried too. Of bf16, it was larger by half where 13% of the values had
+changed, and smaller by 2% where 57% had."""
 
 _UNSIGNED: dict[int, str] = {1: "<u1", 2: "<u2", 4: "<u4", 8: "<u8"}
 

@@ -10,12 +10,12 @@ import struct
 from typing import NamedTuple
 
 import pytest
-from backports import zstd
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from reef_bus.backends import Piece
 from reef_bus.delta import apply, encode, rebuild
+from reef_bus.delta.buckets import zstd
 from reef_bus.delta.frames import Form, Header, Record, write_header, write_record
 from reef_bus.errors import DeltaError
 from reef_bus.manifest import ITEM_BYTES, RESERVED_NAME, describe

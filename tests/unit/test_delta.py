@@ -12,11 +12,10 @@ from collections.abc import Iterator
 
 import pytest
 import xxhash
-from backports import zstd
 
 from reef_bus.backends import Piece, Pieces
 from reef_bus.delta import apply, encode, rebuild
-from reef_bus.delta.buckets import Slice, cut
+from reef_bus.delta.buckets import Slice, cut, zstd
 from reef_bus.delta.frames import BUCKET_LIMIT, Form, Header, Record, read, write_header, write_record
 from reef_bus.errors import ContractError, DeltaError, TransferError
 from reef_bus.manifest import Manifest, describe
@@ -283,6 +282,16 @@ def test_a_staging_that_overlaps_the_base_by_a_byte_is_refused() -> None:
         apply(delta_of(base, base), base, held, into, held)
     beside = {"a": Piece("U8", (100,), memory[100:200])}
     rebuild(delta_of(base, base), base, held, beside, held)
+
+
+def test_tensors_of_one_version_may_share_memory() -> None:
+    """Tied embeddings do."""
+    shared = u16(1, 2, 3)
+    tied = {"embed": shared, "head": shared}
+    held = describe(tied)
+    staging = room(tied)
+    rebuild(delta_of(tied, tied), tied, held, staging, held)
+    assert contents(staging) == contents(tied)
 
 
 def test_an_abandoned_delta_writes_nothing_any_more() -> None:

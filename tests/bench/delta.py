@@ -9,6 +9,7 @@ bytes, not the delta's, per second of processor time: others may be at work. `wi
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import math
 import os
@@ -24,13 +25,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from consumers.reef_engine.torch_backend import TorchEngine
-from consumers.reef_trainer.torch_backend import Hyper, State, TorchTrainer, adam
+from consumers.reef_trainer.torch_backend import TorchTrainer
 from reef_bus import tokens
 from reef_bus.backends import Piece, Pieces, Prompt, Sample
 from reef_bus.delta import apply, encode
 from reef_bus.delta.buckets import zstd
 from reef_bus.manifest import ITEM_BYTES, describe
-from reef_bus.policy import PolicyConfig, fill, new_policy, pieces
+from reef_bus.policy import PolicyConfig, new_policy, pieces
 
 SUMS = "0123456789+=;"
 ROWS, LENGTH = 16, 32  # of a batch of sums: small, so that a step takes seconds on one core
@@ -80,28 +81,34 @@ def answers(engine: TorchEngine, group: int, digit: int, step: int) -> Iterator[
 
 
 class Learner:
-    """Next-token prediction on strings such as `7+35=42;`, drawn anew for every step."""
+    """Next-token prediction on strings such as `7+35=42;`, drawn anew for every step. The moments survive a change of
+    the rate."""
 
     def __init__(self, params: float) -> None:
-        self.policy = new_policy(shape(params), 0)
-        weights = {name: parameter.detach().clone() for name, parameter in self.policy.named_parameters()}
-        first, second = ({name: torch.zeros_like(tensor) for name, tensor in weights.items()} for _ in range(2))
-        self.state, self.chance = State(weights, first, second, 0, 0), random.Random(0)
+        self.policy, self.chance = new_policy(shape(params), 0), random.Random(0)
+        self.adam = torch.optim.Adam(self.policy.parameters(), betas=(0.9, 0.95), fused=True)
 
     def step(self, rate: float) -> float:
         ids = torch.tensor([[SUMS.index(character) for character in line(self.chance)] for _ in range(ROWS)])
         loss = F.cross_entropy(self.policy(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten())
-        named = dict(self.policy.named_parameters())
-        gradients = torch.autograd.grad(loss, list(named.values()))
-        norm = torch.stack([gradient.square().sum() for gradient in gradients]).sum().sqrt()
-        scale = (1.0 / (norm + 1e-6)).clamp(max=1.0)
-        clipped = {name: gradient * scale for name, gradient in zip(named, gradients, strict=True)}
-        self.state = adam(self.state, clipped, rate, Hyper())
-        fill(self.policy, self.state.weights)
-        return float(loss.detach())
+        self.adam.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.policy.parameters(), 1.0)
+        self.adam.param_groups[0]["lr"] = rate
+        self.adam.step()
+        return loss.item()
 
     def served(self) -> Pieces:
-        return pieces({name: tensor.to(torch.bfloat16) for name, tensor in self.state.weights.items()})
+        return pieces({name: master.detach().to(torch.bfloat16) for name, master in self.policy.named_parameters()})
+
+    def state(self) -> Any:
+        return copy.deepcopy((self.policy.state_dict(), self.adam.state_dict(), self.chance.getstate()))
+
+    def restore(self, state: Any) -> None:
+        weights, moments, chance = copy.deepcopy(state)
+        self.policy.load_state_dict(weights)
+        self.adam.load_state_dict(moments)
+        self.chance.setstate(chance)
 
 
 def shape(params: float) -> PolicyConfig:
@@ -199,17 +206,15 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="one JSON object")
     parser.add_argument("--params", type=float, default=50e6, help="of the transformer, at least")
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--warm", type=int, default=40, help="steps before the first that is measured")
+    parser.add_argument("--warm", type=int, default=20, help="steps before the first that is measured")
     parser.add_argument("--lr", type=float, nargs="+", default=[1e-6, 1e-5], help="each from the same state")
     args = parser.parse_args()
     torch.set_num_threads(1)
     found = {"demo, fp32, lr 0.003": measure(demo(args.steps))}
     learner = warmed(args.params, args.warm)
-    start = learner.state, learner.chance.getstate()
+    start = learner.state()
     for rate in args.lr:
-        learner.state = start[0]
-        learner.chance.setstate(start[1])
-        fill(learner.policy, learner.state.weights)
+        learner.restore(start)
         found[f"sums, bf16, lr {rate:g}"] = measure(sums(learner, args.steps, rate))
     report(found, args.json)
 

@@ -6,6 +6,7 @@ Must not know: the log, transports, or files. Whoever meets a DeltaError takes t
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 
 import numpy as np
@@ -55,9 +56,10 @@ def apply(delta: Part, base: Pieces, base_manifest: Manifest, into: Pieces, mani
     require_fit(base_manifest, base)
     require_fit(manifest, into, writable=True)
     _require_apart(base, into)
-    plan = list(cut(manifest, header.bucket_bytes))
+    plan = list(itertools.islice(cut(manifest, header.bucket_bytes), len(records) + 1))  # a header may ask for crumbs
     if len(plan) != len(records):
-        raise DeltaError("target", f"the delta has {len(records)} buckets; the manifest makes {len(plan)}")
+        more = "more" if len(plan) > len(records) else len(plan)
+        raise DeltaError("target", f"the delta has {len(records)} buckets; cut as it says, the target has {more}")
     for index, (bucket, record) in enumerate(zip(plan, records, strict=True)):
         check(record, bucket.nbytes, bucket.width, index)
     sealed = {name: piece._replace(data=piece.data.toreadonly()) for name, piece in base.items()}
@@ -71,8 +73,8 @@ def _written(plan: list[Bucket], records: list[Record], base: Pieces, into: Piec
 
 
 def rebuild(delta: Part, base: Pieces, base_manifest: Manifest, into: Pieces, manifest: Manifest) -> None:
-    """Apply all of it and hash what `into` then holds. Returns only if that is the version which `manifest` describes;
-    every other outcome is a DeltaError, after which `into` is worth nothing and the full bytes are to be taken."""
+    """Apply all of it and hash what `into` then holds. Returns only if that is the version which `manifest` describes.
+    Every doubt about the delta is a DeltaError: `into` is then worth nothing, and the full bytes are to be taken."""
     for _ in apply(delta, base, base_manifest, into, manifest):
         pass
     said = differences(manifest, describe(into))

@@ -374,6 +374,20 @@ def test_a_bomb_allocates_nothing_to_speak_of() -> None:
     assert peak < 1 << 20
 
 
+def test_a_header_that_cuts_a_large_version_into_crumbs_allocates_nothing_to_speak_of() -> None:
+    base = {"w": raw(bytes(8 << 20))}
+    held = describe(base)
+    crumbs = spelled([Record(Form.UNCHANGED)], Header(held.digest, held.digest, 8 << 20, 8, 1))
+    into = room(base)
+    tracemalloc.start()
+    with pytest.raises(DeltaError, match="1 buckets") as caught:
+        apply(crumbs, base, held, into, held)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert caught.value.flaw == "target"
+    assert peak < 1 << 20
+
+
 @pytest.mark.parametrize("bucket_bytes", [-8, 0, 4, 12, BUCKET_LIMIT + 8, 1 << 62])
 def test_buckets_beyond_their_bounds_are_refused_by_whoever_reads_or_writes(bucket_bytes: int) -> None:
     refused("oversized", spelled([], header(bucket_bytes=bucket_bytes)))

@@ -6,6 +6,7 @@ Knows: the format, read here by a second, slow reader. Must not know: numpy.
 from __future__ import annotations
 
 import json
+import random
 import struct
 import tracemalloc
 from collections.abc import Iterator
@@ -158,6 +159,15 @@ def test_the_share_of_changed_values_decides_the_form(changed: int, form: Form) 
     staging = room(new)
     rebuild(delta, base, describe(base), staging, describe(new))
     assert contents(staging) == contents(new)
+
+
+@pytest.mark.parametrize(("share", "form"), [(0.1, Form.SPARSE), (0.4, Form.SPARSE), (0.65, Form.DENSE)])
+def test_of_two_forms_that_fit_the_smaller_is_taken(share: float, form: Form) -> None:
+    """Three in five steps go up by one, the others down. Up to two values of three, the sparse form has room."""
+    chance = random.Random(0)
+    old = [0x3C00 + n % 512 for n in range(20_000)]
+    new = [value + chance.choice([1, 1, 1, -1, -1]) * (chance.random() < share) for value in old]
+    assert forms(delta_of({"w": u16(*old)}, {"w": u16(*new)}, 40_000)) == [form]
 
 
 def test_bytes_without_a_likeness_are_sent_as_they_are() -> None:

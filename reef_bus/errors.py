@@ -6,6 +6,7 @@ ReefError
 ├── Unavailable     retry with back-off
 ├── ContractError   halt this consumer and say where
 └── TransferError   abandon the attempt and record it
+    └── DeltaError  the same bytes are to be had in full: take those
 
 A message says what was found, what was expected, and what to run next. Callers read attributes, never the text.
 """
@@ -52,3 +53,13 @@ class TransferError(ReefError):
     def __init__(self, cause: str, message: str) -> None:
         super().__init__(f"{cause}: {message}")
         self.cause = cause
+
+
+class DeltaError(TransferError):
+    """A delta that gives nothing to rely on: take the version's full bytes. `flaw` tells why. Of its bytes: foreign,
+    truncated, damaged, reordered, trailing, oversized. Of what it should be applied to, or gave: base, target, layout,
+    result."""
+
+    def __init__(self, flaw: str, message: str) -> None:
+        super().__init__("mismatch" if flaw in ("base", "target", "layout", "result") else "protocol", message)
+        self.flaw = flaw

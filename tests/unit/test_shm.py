@@ -98,6 +98,18 @@ def test_a_segment_that_somebody_may_still_read_is_never_written_again() -> None
     run(story())
 
 
+def test_a_reader_may_take_longer_than_the_senders_deadline() -> None:
+    async def story() -> None:
+        source = pieces(1)
+        async with offered(ShmTransport(stall_s=0.1), source) as offer, reader(offer, source) as (sock, _):
+            await asyncio.sleep(0.3)
+            sock.setblocking(False)
+            with pytest.raises(BlockingIOError):  # open, and nothing to say
+                sock.recv(1)
+
+    run(story())
+
+
 def test_a_reader_that_has_ended_gives_the_segment_back() -> None:
     async def story() -> None:
         transport, source = ShmTransport(), pieces(1)

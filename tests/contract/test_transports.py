@@ -152,7 +152,7 @@ def test_many_receivers_share_one_offer(transport: Transport) -> None:
 # The sender dies, stops, or changes its mind.
 
 
-async def begun(sender: Peer) -> Ticket:
+async def ticket_of(sender: Peer) -> Ticket:
     return msgspec.json.decode(await sender.said(), type=Ticket)
 
 
@@ -161,7 +161,7 @@ def test_sender_struck_in_the_middle(transport: Transport, store: ArtifactStore,
     async def story() -> None:
         source, target = LARGE, pieces(0, BIG)
         with peer("send", store.root, transport.name) as sender:
-            ticket = await begun(sender)
+            ticket = await ticket_of(sender)
             blows = iter([sender.kill if strike == "killed" else sender.stop])
             transfer = receive(
                 transport,
@@ -181,7 +181,7 @@ def test_sender_stopped_before_it_answers(transport: Transport, store: ArtifactS
     async def story() -> None:
         source, target = LARGE, pieces(0, BIG)
         with peer("send", store.root, transport.name) as sender:
-            ticket = await begun(sender)
+            ticket = await ticket_of(sender)
             sender.stop()
             transfer = receive(transport, ticket, describe(source), target, stall_s=STALL_S)
             await ends(OUTCOMES["sender stopped before it answers"][transport.name], transfer, target, source)

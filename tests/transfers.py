@@ -22,7 +22,7 @@ from reef_bus.manifest import Manifest, describe
 from reef_bus.transport import Offer, Ticket, Transport
 
 PUBLICATION = "p1"
-BIG = 24 << 20  # more than loopback's buffers hold, so that a transfer can be caught in the middle
+BIG = 40 << 20  # three buckets, and more than the buffers of loopback hold: a transfer can be caught in the middle
 NAMES = ("tcp", "torch", "shm", "files")
 DOORS = ("tcp", "torch", "shm")  # those with a peer, and so with a handshake
 

@@ -162,7 +162,7 @@ def test_many_receivers_share_one_offer(transport: Transport) -> None:
 # The sender dies, stops, or changes its mind.
 
 
-async def begun(sender: Peer) -> Ticket:
+async def ticket_of(sender: Peer) -> Ticket:
     return msgspec.json.decode(await sender.said(), type=Ticket)
 
 
@@ -171,7 +171,7 @@ def test_sender_struck_in_the_middle(transport: Transport, store: ArtifactStore,
     async def story() -> None:
         source, target = LARGE, pieces(0, BIG)
         with peer("send", store.root, transport.name) as sender:
-            ticket = await begun(sender)
+            ticket = await ticket_of(sender)
             blows = iter([sender.kill if strike == "killed" else sender.stop])
             transfer = receive(
                 transport,
@@ -191,7 +191,7 @@ def test_sender_stopped_before_it_answers(transport: Transport, store: ArtifactS
     async def story() -> None:
         source, target = LARGE, pieces(0, BIG)
         with peer("send", store.root, transport.name) as sender:
-            ticket = await begun(sender)
+            ticket = await ticket_of(sender)
             sender.stop()
             transfer = receive(transport, ticket, describe(source), target, stall_s=stall_s(transport.name))
             await ends(OUTCOMES["sender stopped before it answers"][transport.name], transfer, target, source)
@@ -203,7 +203,7 @@ def test_sender_stopped_before_it_answers(transport: Transport, store: ArtifactS
     run(story())
 
 
-def test_sender_retracts_in_the_middle(transport: Transport) -> None:
+def test_sender_closes_its_offer_in_the_middle(transport: Transport) -> None:
     async def story() -> None:
         source, target, middle = LONG, pieces(0, 64 << 20), asyncio.Event()
         outcome = OUTCOMES["sender retracts in the middle"][transport.name]
@@ -359,21 +359,11 @@ def test_cancel_in_the_middle_ends_every_write(transport: Transport) -> None:
 # What does not belong together.
 
 
-@pytest.mark.parametrize(
-    ("what", "says"),
-    [
-        ("token", "the token is not this attempt's"),
-        ("attempt", "attempt 2 of p1 is not open here, attempt 1 of p1 is"),
-        ("publication", "attempt 1 of p0 is not open here, attempt 1 of p1 is"),
-    ],
-)
-def test_wrong(transport: Transport, what: str, says: str) -> None:
+def wrong(what: str, transport: Transport, says: str, token: str = "", **other: Any) -> None:
     async def story() -> None:
-        source, target = SMALL, pieces(0)
-        other: dict[str, Any] = {"attempt": {"attempt": 2}, "publication": {"publication": "p0"}}.get(what, {})
+        source, target, outcome = SMALL, pieces(0), OUTCOMES[f"wrong {what}"][transport.name]
         async with offered(transport, source) as offer:
-            ticket = msgspec.structs.replace(offer.ticket, token="guess") if what == "token" else offer.ticket
-            outcome = OUTCOMES[f"wrong {what}"][transport.name]
+            ticket = msgspec.structs.replace(offer.ticket, token=token or offer.ticket.token)
             said = await ends(outcome, receive(transport, ticket, describe(source), target, **other), target, source)
             if not isinstance(outcome, Arrives):
                 assert says in said and offer.ticket.token not in said
@@ -382,6 +372,18 @@ def test_wrong(transport: Transport, what: str, says: str) -> None:
         await works(transport)
 
     run(story())
+
+
+def test_wrong_token(transport: Transport) -> None:
+    wrong("token", transport, "the token is not this attempt's", token="guess")
+
+
+def test_wrong_attempt(transport: Transport) -> None:
+    wrong("attempt", transport, "attempt 2 of p1 is not open here, attempt 1 of p1 is", attempt=2)
+
+
+def test_wrong_publication(transport: Transport) -> None:
+    wrong("publication", transport, "attempt 1 of p0 is not open here, attempt 1 of p1 is", publication="p0")
 
 
 def test_wrong_manifest(transport: Transport) -> None:

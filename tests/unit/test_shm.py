@@ -12,7 +12,10 @@ import os
 import socket
 import sys
 import tempfile
+import threading
+import time
 from collections.abc import AsyncIterator, Iterator
+from typing import Any
 
 import msgspec
 import pytest
@@ -69,6 +72,27 @@ def test_a_segment_that_all_have_read_is_used_again_and_only_one_is_kept() -> No
     run(story())
 
 
+def test_a_receiver_maps_a_segment_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    mapped, map_ = [], mmap.mmap
+
+    def counted(*about: Any, **more: Any) -> mmap.mmap:
+        mapped.append(about)
+        return map_(*about, **more)
+
+    async def story() -> None:
+        sender, receiver = ShmTransport(), ShmTransport()
+        for fill in range(1, 4):
+            source, target = pieces(fill), pieces(0)
+            async with offered(sender, source) as offer:
+                await receive(receiver, offer.ticket, describe(source), target)
+            assert describe(target) == describe(source)
+        assert len(mapped) == 1
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module.mmap, "mmap", counted)
+        run(story())
+
+
 def test_two_offers_at_once_have_a_segment_each_and_the_larger_is_kept() -> None:
     async def story() -> None:
         sender = ShmTransport()
@@ -94,6 +118,18 @@ def test_a_segment_that_somebody_may_still_read_is_never_written_again() -> None
             assert os.pread(descriptor, 3008, 0) == bytes(source["b"].data) + bytes(source["w"].data)
             assert len(segments()) == 2
         assert len(segments()) == 1
+
+    run(story())
+
+
+def test_a_reader_may_take_longer_than_the_senders_deadline() -> None:
+    async def story() -> None:
+        source = pieces(1)
+        async with offered(ShmTransport(stall_s=0.1), source) as offer, reader(offer, source) as (sock, _):
+            await asyncio.sleep(0.3)
+            sock.setblocking(False)
+            with pytest.raises(BlockingIOError):  # open, and nothing to say
+                sock.recv(1)
 
     run(story())
 
@@ -159,16 +195,27 @@ def test_no_room_for_a_mapping(monkeypatch: pytest.MonkeyPatch) -> None:
     run(story())
 
 
-def test_an_offer_cancelled_while_it_writes_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_offer_cancelled_while_it_writes_stops_writing_and_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    written, began, write = [], threading.Event(), os.pwrite
+
+    def slow(*slice_: Any) -> int:
+        written.append(slice_)
+        began.set()
+        time.sleep(0.05)
+        return write(*slice_)
+
     async def story() -> None:
         transport, source = ShmTransport(), pieces(1, BIG)
-        for _ in range(5):
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "pwrite", slow)
             offer = asyncio.create_task(transport.offer(describe(source), source, publication=PUBLICATION, attempt=1))
-            while not segments():  # noqa: ASYNC110 - the moment is what is tested
-                await asyncio.sleep(0)
+            await asyncio.to_thread(began.wait, 2)
             offer.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await offer
+            await asyncio.sleep(0.2)
+            assert len(written) <= 2  # of seven
+            assert segments() == set()
         await works(transport, source)
 
     run(story())

@@ -214,8 +214,8 @@ class Thread:
 
 class Handle:
     """A step whose copy was taken, and which is published whatever its caller does. `await` it in any event loop, or
-    ask for its `result()` in any thread. Both raise what `publish` does, and CancelledError when an exception closed the
-    bus before there was an outcome."""
+    ask for its `result()` in any thread. Both raise what `publish` does, and CancelledError when an exception closed
+    the bus before there was an outcome."""
 
     def __init__(self, future: concurrent.futures.Future[Outcome]) -> None:
         self._future = future

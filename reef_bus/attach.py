@@ -38,6 +38,7 @@ T = TypeVar("T")
 
 COPIES = 2  # that are not durable yet: who publishes faster than the disk writes waits before the next is taken
 WATCH_S = 0.2
+SLOW_S = 10.0
 
 
 # -- in the thread
@@ -80,12 +81,17 @@ class Boot:
 
     async def ready(self) -> None:
         """Wait until this boot is the trainer, and until what its predecessor left open is decided."""
-        while not self.role.settled():
-            moved = asyncio.ensure_future(self.role.moved.wait())
-            try:
-                await self.until(moved)
-            finally:
-                moved.cancel()
+        why = "attached, and not the trainer yet, or what was left open is undecided: `reef-bus status` says for whom"
+        slow = asyncio.get_running_loop().call_later(SLOW_S, log.warning, why)
+        try:
+            while not self.role.settled():
+                moved = asyncio.ensure_future(self.role.moved.wait())
+                try:
+                    await self.until(moved)
+                finally:
+                    moved.cancel()
+        finally:
+            slow.cancel()
 
     async def room(self) -> None:
         """Wait until another copy may be taken; whoever took it gives the room back."""
@@ -208,7 +214,8 @@ class Thread:
 
 class Handle:
     """A step whose copy was taken, and which is published whatever its caller does. `await` it in any event loop, or
-    ask for its `result()` in any thread. Both raise what `publish` does."""
+    ask for its `result()` in any thread. Both raise what `publish` does, and CancelledError when an exception closed
+    the bus before there was an outcome."""
 
     def __init__(self, future: concurrent.futures.Future[Outcome]) -> None:
         self._future = future

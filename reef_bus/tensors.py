@@ -26,10 +26,10 @@ DTYPES = {
 def copied(named: Mapping[str, Any]) -> Pieces:
     """A copy of every tensor in CPU memory, row-major: torch tensors on any device, or whatever has a `dtype` and the
     buffer protocol. Raises Rejected naming the tensor that cannot be published."""
-    if not isinstance(named, Mapping) or not named:
-        found = "none" if isinstance(named, Mapping) else type(named).__name__
+    if not isinstance(named, Mapping) or not named or not all(isinstance(name, str) for name in named):
+        found = f"names {list(named)[:3]}" if isinstance(named, Mapping) else f"a {type(named).__name__}"
         raise Rejected(f"found {found}; expected a mapping of names to tensors, such as dict(model.named_parameters())")
-    pieces = {name: _copied(str(name), tensor) for name, tensor in named.items()}
+    pieces = {name: _copied(name, tensor) for name, tensor in named.items()}
     _refuse_aliases(named)
     return pieces
 

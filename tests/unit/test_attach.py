@@ -490,6 +490,23 @@ async def test_a_log_that_contradicts_itself_ends_a_wait(tmp_path: Path) -> None
                 await task
 
 
+async def test_weights_that_are_gone_from_the_store_halt_the_next_boot_by_name(tmp_path: Path) -> None:
+    async with box(tmp_path) as deployment:
+        async with loop(deployment, "JobDispatched") as ours:
+            await ours.publish(step(0), step=0)
+            task = ours.begin(1)
+            await until(lambda: deployment.count("JobDispatched") == 1)
+        await asyncio.gather(task, return_exceptions=True)
+        job = next(e for e in await deployment.log() if isinstance(e, JobDispatched))
+        given = decode_batch(deployment.store.get(job.batch.digest)).given
+        assert given
+        deployment.store.path(given.weights.digest).unlink()
+        with pytest.raises(ContractError, match=f"the weights of job {job.job}, {given.weights.digest}, are not in"):
+            async with loop(deployment):
+                raise AssertionError("it is no trainer")
+        assert deployment.count("CandidateReady") == 0
+
+
 async def test_a_job_of_a_trainer_that_did_train_is_dropped_and_what_it_consumed_stays_consumed(
     tmp_path: Path,
 ) -> None:

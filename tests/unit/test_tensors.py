@@ -108,7 +108,7 @@ def test_a_buffer_whose_items_are_not_of_its_dtype_is_refused() -> None:
         copied({"w": Typed(8)})
 
 
-@pytest.mark.parametrize("named", [{}, None, [("w", torch.ones(1))]])
+@pytest.mark.parametrize("named", [{}, None, [("w", torch.ones(1))], {0: torch.ones(1)}])
 def test_nothing_or_no_mapping_is_refused(named: Any) -> None:
     with pytest.raises(Rejected, match="expected a mapping of names to tensors"):
         copied(named)

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 import msgspec
 import xxhash
 
-from reef_bus.backends import Piece, Pieces
+from reef_bus.backends import Piece, Pieces, places
 from reef_bus.errors import ContractError, Rejected, TransferError
 
 ITEM_BYTES = {
@@ -129,10 +129,20 @@ def require_fit(manifest: Manifest, pieces: Pieces, *, writable: bool = False) -
     layouts = {name: (piece.dtype, tuple(piece.shape), piece.data.nbytes) for name, piece in pieces.items()}
     said = layout_differences(manifest, layouts)
     said += [f"tensor {name!r} is not a flat view of bytes" for name, piece in pieces.items() if not _flat(piece.data)]
-    if writable:
+    if writable and not said:
         said += [f"tensor {name!r} cannot be written" for name, piece in pieces.items() if piece.data.readonly]
+        said += said or _aliases(pieces)
     if said:
         raise TransferError("mismatch", said[0])
+
+
+def _aliases(pieces: Pieces) -> Iterator[str]:
+    """Tensors of which one would overwrite the other: tied weights have one name, or are two copies."""
+    end, owner = 0, ""
+    for (start, nbytes), name in sorted((place, name) for name, place in places(pieces).items()):
+        if start < end and nbytes:
+            yield f"tensors {owner!r} and {name!r} share memory"
+        end, owner = max((end, owner), (start + nbytes, name))
 
 
 def finite(piece: Piece) -> bool:

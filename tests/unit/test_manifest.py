@@ -47,6 +47,31 @@ def test_scalars_and_empty_tensors_are_tensors() -> None:
 
 
 @pytest.mark.parametrize(
+    ("spans", "said"),
+    [
+        ({"a": (0, 8), "b": (8, 16)}, ""),
+        ({"a": (0, 8), "none": (4, 4), "b": (8, 16)}, ""),
+        ({"a": (0, 8), "b": (0, 8)}, "'a' and 'b' share memory"),
+        ({"a": (0, 8), "b": (7, 16)}, "'a' and 'b' share memory"),
+        ({"whole": (0, 32), "a": (0, 4), "b": (8, 16)}, "'a' and 'whole' share memory"),
+        ({"whole": (0, 32), "b": (8, 16)}, "'whole' and 'b' share memory"),
+    ],
+)
+def test_a_target_of_which_one_tensor_would_overwrite_another_is_refused(
+    spans: dict[str, tuple[int, int]], said: str
+) -> None:
+    memory = memoryview(bytearray(32))
+    target = {name: Piece("U8", (stop - start,), memory[start:stop]) for name, (start, stop) in spans.items()}
+    manifest = describe(target)
+    require_fit(manifest, target)
+    if not said:
+        require_fit(manifest, target, writable=True)
+    else:
+        with pytest.raises(TransferError, match=f"mismatch: tensors {said}"):
+            require_fit(manifest, target, writable=True)
+
+
+@pytest.mark.parametrize(
     ("pieces", "says"),
     [
         ({}, "no tensors"),

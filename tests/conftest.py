@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 
+import pytest
 from hypothesis import settings
 
 # Read when torch is first imported: the machine has two cores, and several processes of a test share them.
@@ -15,3 +16,12 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # No deadline, because a shared machine stalls; derandomized, because a run that failed must fail again.
 settings.register_profile("reef", deadline=None, derandomize=True)
 settings.load_profile("reef")
+
+UNCOVERED = ("simulation", "integration")
+"""Whole deployments: what they run in other processes is not measured anyway, and measuring costs as much again."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.path.parent.name in UNCOVERED:
+            item.add_marker(pytest.mark.no_cover)

@@ -228,9 +228,17 @@ def _address(ticket: Ticket) -> tuple[str, int]:
 def host_port(address: str) -> tuple[str, int]:
     """Raises TransferError for what is none."""
     host, _, port = address.rpartition(":")
-    if host and port.isdecimal() and int(port) < 1 << 16:
+    if _named(host) and port.isdecimal() and int(port) < 1 << 16:
         return host, int(port)
     raise TransferError("protocol", f"expected host:port, found {address!r}")
+
+
+def _named(host: str) -> bool:
+    """Whether a resolver can be asked for it at all: for other names Python raises what is no OSError."""
+    try:
+        return bool(host.encode("idna")) and host.isprintable()
+    except UnicodeError:
+        return False
 
 
 def _listener(host: str) -> socket.socket:

@@ -748,7 +748,7 @@ def test_a_snapshot_that_loses_something_is_found_also_before_an_early_contradic
 
     def attached(world: World, recorded: Recorded) -> str:
         if worlds.get(recorded.seq - 1, world) is not world:
-            world.publications.excluded.add("nobody")
+            world.training.dispatched += 1
         worlds[recorded.seq] = world
         return fold(world, recorded)
 

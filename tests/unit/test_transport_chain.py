@@ -247,7 +247,7 @@ async def test_a_door_that_is_told_nonsense_closes_it(sending: Sending) -> None:
 
 
 async def test_a_ticket_names_a_host_and_a_port(sending: Sending) -> None:
-    for address in ("nowhere", "host:port", ":1", "host:99999"):
+    for address in ("nowhere", "host:port", ":1", "host:99999", "two..dots:1", "no\0thing:1", f"{'long' * 20}:1"):
         with pytest.raises(TransferError, match="expected host:port"):
             await TcpTransport().receive(
                 Ticket("tcp", address, ""), sending.manifest, empty(sending.source), publication="p", attempt=1

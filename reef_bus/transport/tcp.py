@@ -197,9 +197,10 @@ class Receiver:
     async def _pass_on(self, link: Link, hello: Hello) -> None:
         held, place = self._held, hello.after
         while place < held.total:
-            link.wait()
-            await held.beyond(place)
-            await link.moved(0)  # from here on it is the peer who is late
+            if held.have <= place:
+                link.wait()
+                await held.beyond(place)
+                await link.moved(0)  # from here on it is the peer who is late
             for part in held.parts(place, held.have):
                 await link.send(part)
                 place += part.nbytes

@@ -124,9 +124,8 @@ class Receiver:
         """Until everything is here. Who takes from here then gets the rest of it; after a failure, nothing more."""
         try:
             elsewhere = await self._from(self._sender, deadline)
-            if elsewhere and not await self._from_receiver(elsewhere, deadline):
-                self._hello = replace(self._hello, direct=True)
-                await self._from(self._sender, deadline)
+            if elsewhere:
+                await self._by_way_of(elsewhere, deadline)
         except BaseException:
             if self._door:
                 await self._door.close()
@@ -136,9 +135,21 @@ class Receiver:
         if self._door:
             self._door.shut()
 
+    async def _by_way_of(self, address: str, deadline: asyncio.Timeout) -> None:
+        """From that receiver as far as it goes, and from the sender the rest. Also of one that went away in the middle,
+        what it passed on may be wrong."""
+        whole = await self._from_receiver(address, deadline)
+        self._hello, passed_on = replace(self._hello, direct=True), self._held.have
+        if not whole:
+            await self._from(self._sender, deadline)
+        if wrong := await self._first_wrong(passed_on, deadline):
+            _logger.warning("receiver %s passed on other bytes for %s; they come from the sender", address, wrong.name)
+            self._held.end()
+            self._held = Held(self._views, have=wrong.offset)
+            await self._from(self._sender, deadline)
+
     async def _from_receiver(self, address: str, deadline: asyncio.Timeout) -> bool:
-        """Whether everything came from there, and is what the manifest names. Half of the time without progress is kept
-        for the sender."""
+        """Whether everything came from there. Half of the time without progress is kept for the sender."""
         sooner_s = self._stall_s / 2
         try:
             with transfer_errors(f"receiver {address}"):
@@ -146,19 +157,18 @@ class Receiver:
                     await self._from(host_port(address), deadline, (sooner, sooner_s))
         except TransferError as error:
             _logger.info("%s; taking the rest from the sender", error)
-            return False
-        wrong = await asyncio.to_thread(self._first_wrong)
-        if wrong:
-            _logger.warning(
-                "receiver %s passed on other bytes for %s; taking them from the sender", address, wrong.name
-            )
-            self._held.end()
-            self._held = Held(self._views, have=wrong.offset)
-        return wrong is None
+        return self._held.have == self._held.total
 
-    def _first_wrong(self) -> TensorEntry | None:
+    async def _first_wrong(self, stop: int, deadline: asyncio.Timeout) -> TensorEntry | None:
+        """Of the tensors that begin before `stop`. To hash takes its time, and that is nobody's silence."""
+        deadline.reschedule(None)
+        wrong = await asyncio.to_thread(self._search, stop)
+        deadline.reschedule(asyncio.get_running_loop().time() + self._stall_s)
+        return wrong
+
+    def _search(self, stop: int) -> TensorEntry | None:
         pairs = zip(self._manifest.tensors, self._views, strict=True)
-        return next((entry for entry, view in pairs if xxh3_128_hexdigest(view) != entry.xxh3), None)
+        return next((entry for entry, view in pairs if entry.offset < stop and _wrong(entry, view)), None)
 
     async def _from(
         self, peer: tuple[str, int], deadline: asyncio.Timeout, sooner: tuple[asyncio.Timeout, float] | None = None
@@ -187,8 +197,10 @@ class Receiver:
     async def _pass_on(self, link: Link, hello: Hello) -> None:
         held, place = self._held, hello.after
         while place < held.total:
-            link.wait()
-            await held.beyond(place)
+            if held.have <= place:
+                link.wait()
+                await held.beyond(place)
+                await link.moved(0)  # from here on it is the peer who is late
             for part in held.parts(place, held.have):
                 await link.send(part)
                 place += part.nbytes
@@ -204,6 +216,10 @@ class Receiver:
                     self._progress(self._held.have)
 
 
+def _wrong(entry: TensorEntry, view: memoryview) -> bool:
+    return xxh3_128_hexdigest(view) != entry.xxh3
+
+
 def _address(ticket: Ticket) -> tuple[str, int]:
     if ticket.transport != "tcp":
         raise TransferError("protocol", f"expected a tcp ticket, found {ticket.transport} {ticket.address!r}")
@@ -213,9 +229,17 @@ def _address(ticket: Ticket) -> tuple[str, int]:
 def host_port(address: str) -> tuple[str, int]:
     """Raises TransferError for what is none."""
     host, _, port = address.rpartition(":")
-    if host and port.isdecimal() and int(port) < 1 << 16:
+    if _named(host) and port.isdecimal() and int(port) < 1 << 16:
         return host, int(port)
     raise TransferError("protocol", f"expected host:port, found {address!r}")
+
+
+def _named(host: str) -> bool:
+    """Whether a resolver can be asked for it at all: for other names Python raises what is no OSError."""
+    try:
+        return bool(host.encode("idna")) and host.isprintable()
+    except UnicodeError:
+        return False
 
 
 def _listener(host: str) -> socket.socket:

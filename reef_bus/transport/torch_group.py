@@ -77,7 +77,7 @@ class TorchTransport(Transport):
                 await link.enter(hello)
                 async with _pair(link, stall_s) as pair:
                     store = host_port((await link.hear(Answer)).message)
-                    await pair.make(RECEIVER, store, sock.getsockname()[0])
+                    await pair.done(pair.make(RECEIVER, store, sock.getsockname()[0]))
                     await _receive(pair, held, progress)
         return held.have
 
@@ -108,7 +108,11 @@ class TorchOffer(Offer):
             async with self._making:
                 store = pair.listen(self._host)
                 await link.say(Answer(message=f"{self._host}:{store.port}"))
-                await pair.make(SENDER, store, self._host)
+                making = pair.make(SENDER, store, self._host)
+                with contextlib.suppress(TimeoutError):  # who does not come in time holds up nobody else
+                    async with asyncio.timeout(self._stall_s / 10):
+                        await pair.done(making)
+            await pair.done(making)
             filled: asyncio.Future[Any] | None = None
             for number, (start, stop) in enumerate(_spans(self._held.total)):
                 bucket = pair.bucket(number)[: stop - start]
@@ -166,10 +170,10 @@ class _Pair:
         """A store of this pair, at a port of its own."""
         return _distributed().TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=self._timeout)
 
-    async def make(self, rank: int, store: Any, host: str) -> None:
-        """`store`: the sender's own, or its address."""
+    def make(self, rank: int, store: Any, host: str) -> asyncio.Future[Any]:
+        """The group, in time. `store`: the sender's own, or its address."""
         self._gone = asyncio.create_task(asyncio.get_running_loop().sock_recv(self._link.sock, 1))
-        await self.done(self._run(self._make, rank, store, host))
+        return self._run(self._make, rank, store, host)
 
     async def close(self) -> None:
         if self._gone:

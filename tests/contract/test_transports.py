@@ -25,10 +25,11 @@ from reef_bus.config import TRANSPORTS, build
 from reef_bus.errors import Rejected, TransferError
 from reef_bus.manifest import describe
 from reef_bus.transport import Ticket, Transport, files, transports
-from reef_bus.transport.door import Answer
+from reef_bus.transport.door import Answer, Hello
 from tests.contract.peer import VERSION, Ended, Peer, peer
 from tests.transfers import (
     BIG,
+    DOORS,
     NAMES,
     PUBLICATION,
     dead,
@@ -42,6 +43,7 @@ from tests.transfers import (
     segments,
     still,
     strange_sender,
+    stranger,
     works,
 )
 
@@ -319,6 +321,22 @@ def test_receiver_stopped_in_the_middle_holds_up_nobody_and_never_sees_the_next_
                 ended = msgspec.json.decode(await receiver.said(), type=Ended)
         outcome = OUTCOMES["receiver stopped while the sender retracts"][transport.name]
         assert ended == Ended("" if isinstance(outcome, Arrives) else outcome, right=True)
+
+    run(story())
+
+
+@pytest.mark.parametrize("name", DOORS, indirect=True)
+def test_receivers_that_are_let_in_and_go_no_further_hold_up_nobody(transport: Transport) -> None:
+    async def story() -> None:
+        manifest = describe(SMALL)
+        async with offered(transport, SMALL) as offer, contextlib.AsyncExitStack() as stopped:
+            hello = msgspec.json.encode(Hello(offer.ticket.token, PUBLICATION, 1, manifest.digest))
+            for _ in range(3):
+                reader, writer = await stranger(offer.ticket)
+                stopped.callback(writer.close)
+                writer.write(message(hello))
+                assert msgspec.json.decode(await hear(reader), type=Answer).cause == ""
+            assert await receive(transport, offer.ticket, manifest, pieces(0), stall_s=1.5) == manifest.total
 
     run(story())
 

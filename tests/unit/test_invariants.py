@@ -741,6 +741,22 @@ def test_a_fold_that_contradicts_itself_only_when_it_is_repeated(monkeypatch: py
     assert [violation.invariant for violation in found] == [9] and "not today" in found[0].text
 
 
+def test_a_snapshot_that_loses_something_is_found_also_before_an_early_contradiction(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    worlds: dict[int, World] = {}
+
+    def attached(world: World, recorded: Recorded) -> str:
+        if worlds.get(recorded.seq - 1, world) is not world:
+            world.training.dispatched += 1
+        worlds[recorded.seq] = world
+        return fold(world, recorded)
+
+    monkeypatch.setattr(walk, "fold", attached)
+    found = Play(*SERVING, target(1, "c9", E0, E1), *(joined(f"e{n}") for n in range(2, 30))).audit().violations
+    assert {"fold", 9} <= {violation.invariant for violation in found}
+
+
 def test_a_fold_that_needs_a_void_event_breaks_invariant_11(monkeypatch: pytest.MonkeyPatch) -> None:
     def needy(world: World, recorded: Recorded) -> str:
         if recorded.seq == 9 and "e9" not in world.membership.engines:

@@ -199,6 +199,12 @@ def test_without_a_common_transport_it_is_refused_with_both_lists_before_any_pau
     assert isinstance(event, PublicationRefused) and event.reason == "transport" and why in event.detail
 
 
+def test_the_next_attempt_names_nobody_who_does_not_accept_its_transport() -> None:
+    """It would fail, and be excluded for that; left out, it loads what was committed from its artifact."""
+    event = aborts(*TARGETED, joined("e2", accepts=("files",)), offer_failed(1))
+    assert (event.members, event.excluded) == ((E0, E1), ())
+
+
 def test_one_fact_two_publishers_one_key() -> None:
     """No leader: they decide alike."""
     history = given(*SELECTED)

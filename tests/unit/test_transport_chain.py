@@ -8,18 +8,20 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import msgspec
 import pytest
+from xxhash import xxh3_128_hexdigest
 
 from reef_bus.backends import Piece
 from reef_bus.errors import TransferError
 from reef_bus.manifest import Manifest, describe
 from reef_bus.transport import Offer, Ticket
 from reef_bus.transport.door import Answer, Hello
-from reef_bus.transport.tcp import CHAIN_BYTES, TcpTransport
+from reef_bus.transport.tcp import CHAIN_BYTES, TcpTransport, host_port
 
 LARGE = 3 * CHAIN_BYTES  # the loop turns to others several times in it
 
@@ -144,6 +146,11 @@ async def half(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> No
     await writer.drain()
 
 
+async def lies_and_goes(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    writer.write(message(Answer()) + bytes(LARGE * 3 // 4))
+    await writer.drain()
+
+
 async def noise(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
     writer.write(b"HTTP/1.1 400 Bad Request\r\n\r\n")
     await writer.drain()
@@ -159,7 +166,7 @@ async def elsewhere(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) 
     await writer.drain()
 
 
-@pytest.mark.parametrize("says", [silence, lies, noise, refuses, elsewhere])
+@pytest.mark.parametrize("says", [silence, lies, lies_and_goes, noise, refuses, elsewhere])
 async def test_nobody_suffers_from_what_its_neighbour_does(sending: Sending, says: Any) -> None:
     async with neighbour(sending, says):
         before = sending.offer.sent_bytes
@@ -172,6 +179,49 @@ async def test_what_a_neighbour_had_passed_on_is_not_sent_again(sending: Sending
     async with neighbour(sending, half):
         assert await asyncio.wait_for(sending.receive(arrived.append), 10)
     assert arrived == sorted(arrived) and arrived[-1] == LARGE
+
+
+async def test_the_time_that_hashing_takes_is_nobodys_silence(
+    sending: Sending, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def slow(view: memoryview) -> str:
+        time.sleep(0.4)
+        return xxh3_128_hexdigest(view)
+
+    monkeypatch.setattr("reef_bus.transport.tcp.xxh3_128_hexdigest", slow)
+    both = (sending.receive(stall_s=0.5) for _ in range(2))
+    assert await asyncio.gather(*both) == [True] * 2
+
+
+async def test_who_takes_from_a_receiver_and_then_stops_is_given_up() -> None:
+    """Also while that receiver still waits for more itself, again and again."""
+    source = weights()
+    target, body = empty(source), b"".join(piece.data for piece in source.values())
+    stopped = socket.socket()
+
+    async def send(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        hello = msgspec.json.decode(await reader.readexactly(int.from_bytes(await reader.readexactly(4))), type=Hello)
+        writer.write(message(Answer()))
+        await asyncio.get_running_loop().run_in_executor(None, stopped.connect, host_port(hello.serves))
+        stopped.sendall(message(hello))
+        for place in range(0, LARGE, 1 << 20):
+            writer.write(body[place : place + (1 << 20)])
+            await writer.drain()
+            await asyncio.sleep(0.005)
+        writer.close()
+
+    with stopped:
+        async with await asyncio.start_server(send, "127.0.0.1", 0) as server:
+            ticket = Ticket("tcp", "{}:{}".format(*server.sockets[0].getsockname()), "token")
+            await TcpTransport().receive(ticket, describe(source), target, publication="p", attempt=1, stall_s=0.5)
+        await asyncio.sleep(1.5)
+        assert await asyncio.to_thread(everything, stopped) < LARGE
+
+
+def everything(sock: socket.socket) -> int:
+    """Until it is closed; how much it was."""
+    sock.settimeout(3)
+    return sum(iter(lambda: len(sock.recv(1 << 20)), 0))
 
 
 async def test_when_the_sender_retracts_everybody_in_the_chain_fails(sending: Sending) -> None:
@@ -197,7 +247,7 @@ async def test_a_door_that_is_told_nonsense_closes_it(sending: Sending) -> None:
 
 
 async def test_a_ticket_names_a_host_and_a_port(sending: Sending) -> None:
-    for address in ("nowhere", "host:port", ":1", "host:99999"):
+    for address in ("nowhere", "host:port", ":1", "host:99999", "two..dots:1", "no\0thing:1", f"{'long' * 20}:1"):
         with pytest.raises(TransferError, match="expected host:port"):
             await TcpTransport().receive(
                 Ticket("tcp", address, ""), sending.manifest, empty(sending.source), publication="p", attempt=1

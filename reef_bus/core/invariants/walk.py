@@ -57,7 +57,7 @@ def check(
     if start is not None:
         seed(ledger, start)
     judged = _judgement(events, ledger.answers, start, findings)
-    told = _account(events, ledger, start)
+    told = _account(events, ledger, start, judged.folded // 2)
     _check_drains(ledger)
     _compare(judged, told, events, start, findings)
     if batches is None and ledger.jobs:
@@ -151,9 +151,10 @@ def _why_not(world: World, event: InferenceRecorded) -> str:
 # -- the second reading: fold everything, keep the ledger
 
 
-def _account(log: Sequence[Recorded], ledger: Ledger, start: Start | None) -> Account:
-    """Fold everything, with a snapshot half way; the ledger gets what is not void."""
-    world, middle = World(start=start), len(log) // 2
+def _account(log: Sequence[Recorded], ledger: Ledger, start: Start | None, middle: int) -> Account:
+    """Fold everything, with a snapshot at `middle`: half way to where the other reading came, a contradiction may be
+    near; the ledger gets what is not void."""
+    world = World(start=start)
     for count, recorded in enumerate(log):
         if count == middle:
             world = msgspec.msgpack.decode(msgspec.msgpack.encode(world), type=World)

@@ -280,7 +280,7 @@ def _abort(
     at_head: bool,
 ) -> list[Debt]:
     """End the attempt: another one, or a halt. With nobody left, a new boot is waited for as long as for a fence."""
-    joined = [Member(e.id, e.boot) for e in _members(world) if open_.mode in e.modes]
+    joined = [Member(e.id, e.boot) for e in _members(world) if open_.mode in e.modes and open_.transport in e.accepts]
     able = tuple(m for m in joined if m not in guilty)
     again = open_.attempt < MAX_ATTEMPTS
     if again and not able and now <= _since_anybody(world, open_) + deadlines.fence_s * SECOND:

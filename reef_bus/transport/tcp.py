@@ -6,7 +6,8 @@ trusted: tokens part attempts, they hide nothing.
 Receiver to sender: Hello. Sender to receiver: Answer, then every tensor in manifest order, then end of stream. Large
 weights only the first receiver takes from the sender; the next one is sent to it, the third to the second: a
 chain, so that a sender's cost does not grow with receivers. Who finds nothing there, or other bytes than the manifest
-names, takes the rest from the sender itself: nobody is guilty of what another receiver did.
+names, takes the rest from the sender itself. Whoever is behind a slow receiver is as slow: so after a failed attempt
+everybody takes from the sender, and each is guilty of itself alone.
 """
 
 from __future__ import annotations
@@ -91,7 +92,7 @@ class TcpOffer(Offer):
         await self._door.close()
 
     def _elsewhere(self, hello: Hello) -> str:
-        if not hello.serves:
+        if not hello.serves or hello.attempt > 1:
             return ""
         before, self._last = self._last, hello.serves
         return "" if hello.direct else before

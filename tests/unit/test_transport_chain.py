@@ -42,14 +42,20 @@ def empty(like: dict[str, Piece]) -> dict[str, Piece]:
 class Sending:
     """One offer, and the receivers that come to it."""
 
-    def __init__(self, offer: Offer, source: dict[str, Piece], manifest: Manifest) -> None:
-        self.offer, self.source, self.manifest = offer, source, manifest
+    def __init__(self, offer: Offer, source: dict[str, Piece], manifest: Manifest, attempt: int) -> None:
+        self.offer, self.source, self.manifest, self.attempt = offer, source, manifest, attempt
 
     async def receive(self, progress: Callable[[int], None] | None = None, stall_s: float = 2.0) -> bool:
         """Whether the right bytes have arrived."""
         target = empty(self.source)
         await TcpTransport().receive(
-            self.offer.ticket, self.manifest, target, publication="p", attempt=1, stall_s=stall_s, progress=progress
+            self.offer.ticket,
+            self.manifest,
+            target,
+            publication="p",
+            attempt=self.attempt,
+            stall_s=stall_s,
+            progress=progress,
         )
         return describe(target) == self.manifest
 
@@ -70,11 +76,11 @@ async def sending() -> AsyncIterator[Sending]:
 
 
 @contextlib.asynccontextmanager
-async def sending_of(source: dict[str, Piece]) -> AsyncIterator[Sending]:
+async def sending_of(source: dict[str, Piece], attempt: int = 1) -> AsyncIterator[Sending]:
     manifest = describe(source)
-    offer = await TcpTransport(stall_s=2.0).offer(manifest, source, publication="p", attempt=1)
+    offer = await TcpTransport(stall_s=2.0).offer(manifest, source, publication="p", attempt=attempt)
     try:
-        yield Sending(offer, source, manifest)
+        yield Sending(offer, source, manifest, attempt)
     finally:
         await offer.close()
 
@@ -82,6 +88,12 @@ async def sending_of(source: dict[str, Piece]) -> AsyncIterator[Sending]:
 async def test_the_sender_sends_large_weights_once_however_many_receivers_there_are(sending: Sending) -> None:
     assert await asyncio.gather(*(sending.receive() for _ in range(5))) == [True] * 5
     assert sending.offer.sent_bytes == LARGE
+
+
+async def test_after_a_failed_attempt_everybody_takes_from_the_sender() -> None:
+    async with sending_of(weights(), attempt=2) as sending:
+        assert await asyncio.gather(*(sending.receive() for _ in range(3))) == [True] * 3
+        assert sending.offer.sent_bytes == 3 * LARGE
 
 
 async def test_small_weights_come_to_everybody_from_the_sender() -> None:

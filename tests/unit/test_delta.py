@@ -296,6 +296,8 @@ def test_pieces_that_do_not_fit_their_manifest_are_refused() -> None:
     with pytest.raises(TransferError, match=r"'b\.norm'"):
         encode(short, HELD, NEW, TARGET)
     with pytest.raises(TransferError, match=r"'b\.norm'"):
+        encode(BASE, HELD, short, TARGET)
+    with pytest.raises(TransferError, match=r"'b\.norm'"):
         apply(DELTA, BASE, HELD, room(short), TARGET)
     with pytest.raises(TransferError, match="cannot be written"):
         apply(DELTA, BASE, HELD, NEW, TARGET)

@@ -425,7 +425,7 @@ def test_a_header_that_cuts_a_large_version_into_crumbs_allocates_nothing_to_spe
     crumbs = spelled([Record(Form.UNCHANGED)], Header(held.digest, held.digest, 8 << 20, 8, 1))
     into = room(base)
     tracemalloc.start()
-    with pytest.raises(DeltaError, match="1 buckets.* has more") as caught:
+    with pytest.raises(DeltaError, match=r"1 buckets.* has more") as caught:
         apply(crumbs, base, held, into, held)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()

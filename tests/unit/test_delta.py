@@ -173,6 +173,16 @@ def test_a_single_change_is_found_however_far_it_lies(at: int) -> None:
     exact({"w": u16(*old)}, {"w": u16(*old[:at], 0x3BFF, *old[at + 1 :])}, 140_000)
 
 
+@pytest.mark.parametrize("touched", ["abcde", "a", "c", "e", "bd"])
+def test_changes_in_any_of_the_tensors_that_share_a_bucket_are_found(touched: str) -> None:
+    """The tensors differ in size, so that no change can land in another one unseen."""
+    old = {name: [0x3C00 + n for n in range(200 + 50 * place)] for place, name in enumerate("abcde")}
+    new = {name: [v + (name in touched and n % 70 == 3) for n, v in enumerate(values)] for name, values in old.items()}
+    base, target = ({name: u16(*values) for name, values in each.items()} for each in (old, new))
+    assert forms(delta_of(base, target, 4096)) == [Form.SPARSE]
+    exact(base, target, 4096)
+
+
 @pytest.mark.parametrize("width", [1, 2, 4, 8])
 @pytest.mark.parametrize("share", [0.3, 0.45, 0.51, 0.6, 0.7, 0.8, 0.95, 1.0])
 def test_no_share_of_changes_makes_a_bucket_that_its_reader_refuses(width: int, share: float) -> None:

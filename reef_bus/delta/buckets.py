@@ -100,7 +100,7 @@ def pack(old: Arrays, new: Arrays) -> Record:
 
 
 def _sparse(old: Arrays, new: Arrays, masks: Arrays, changed: int) -> Iterator[Record]:
-    room = sum(array.nbytes for array in new) // changed - new[0].itemsize  # bytes that each gap may take
+    room = _bytes(new) // changed - new[0].itemsize  # bytes that each gap may take
     if room < 1:
         return
     places = [np.flatnonzero(mask) for mask in masks]

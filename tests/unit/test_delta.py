@@ -154,11 +154,8 @@ def test_the_share_of_changed_values_decides_the_form(changed: int, form: Form) 
     new = {
         "w": u16(*(0x3C00 + n % 512 + (n * changed // 20_000 != (n - 1) * changed // 20_000) for n in range(20_000)))
     }
-    delta = delta_of(base, new, 40_000)
-    assert forms(delta) == [form]
-    staging = room(new)
-    rebuild(delta, base, describe(base), staging, describe(new))
-    assert contents(staging) == contents(new)
+    assert forms(delta_of(base, new, 40_000)) == [form]
+    exact(base, new, 40_000)
 
 
 @pytest.mark.parametrize(("share", "form"), [(0.1, Form.SPARSE), (0.4, Form.SPARSE), (0.65, Form.DENSE)])
@@ -168,6 +165,43 @@ def test_of_two_forms_that_fit_the_smaller_is_taken(share: float, form: Form) ->
     old = [0x3C00 + n % 512 for n in range(20_000)]
     new = [value + chance.choice([1, 1, 1, -1, -1]) * (chance.random() < share) for value in old]
     assert forms(delta_of({"w": u16(*old)}, {"w": u16(*new)}, 40_000)) == [form]
+
+
+@pytest.mark.parametrize("at", [0, 255, 256, 257, 65_535, 65_536, 65_537, 69_999])
+def test_a_single_change_is_found_however_far_it_lies(at: int) -> None:
+    old = [0x3C00] * 70_000
+    exact({"w": u16(*old)}, {"w": u16(*old[:at], 0x3BFF, *old[at + 1 :])}, 140_000)
+
+
+@pytest.mark.parametrize("touched", ["abcde", "a", "c", "e", "bd"])
+def test_changes_in_any_of_the_tensors_that_share_a_bucket_are_found(touched: str) -> None:
+    """The tensors differ in size, so that no change can land in another one unseen."""
+    old = {name: [0x3C00 + n for n in range(200 + 50 * place)] for place, name in enumerate("abcde")}
+    new = {name: [v + (name in touched and n % 70 == 3) for n, v in enumerate(values)] for name, values in old.items()}
+    base, target = ({name: u16(*values) for name, values in each.items()} for each in (old, new))
+    assert forms(delta_of(base, target, 4096)) == [Form.SPARSE]
+    exact(base, target, 4096)
+
+
+@pytest.mark.parametrize("width", [1, 2, 4, 8])
+@pytest.mark.parametrize("share", [0.3, 0.45, 0.51, 0.6, 0.7, 0.8, 0.95, 1.0])
+def test_no_share_of_changes_makes_a_bucket_that_its_reader_refuses(width: int, share: float) -> None:
+    """All steps are alike and lie together: each form takes next to nothing."""
+    count = 16_000 // width
+    old = [n % 100 for n in range(count)]
+    new = [value + (n < share * count) for n, value in enumerate(old)]
+    exact({"w": whole(old, width)}, {"w": whole(new, width)}, 16_000)
+
+
+def whole(values: list[int], width: int) -> Piece:
+    data = struct.pack(f"<{len(values)}{'BHIQ'[(1, 2, 4, 8).index(width)]}", *values)
+    return Piece(f"U{8 * width}", (len(values),), memoryview(data))
+
+
+def exact(base: Pieces, new: Pieces, bucket_bytes: int) -> None:
+    staging = room(new)
+    rebuild(delta_of(base, new, bucket_bytes), base, describe(base), staging, describe(new))
+    assert contents(staging) == contents(new)
 
 
 def test_bytes_without_a_likeness_are_sent_as_they_are() -> None:
@@ -267,12 +301,22 @@ def test_versions_of_other_tensors_have_no_delta() -> None:
     assert (caught.value.flaw, caught.value.cause) == ("layout", "mismatch")
 
 
+def test_a_delta_between_versions_of_other_tensors_is_refused() -> None:
+    """No encoder makes one."""
+    fewer = describe({"a.weight": NEW["a.weight"]})
+    refused("layout", spelled(read(DELTA)[1][:4], Header(HELD.digest, fewer.digest, 200, 64, 4)), target=fewer)
+
+
 def test_pieces_that_do_not_fit_their_manifest_are_refused() -> None:
     short = {**BASE, "b.norm": u16(1)}
     with pytest.raises(TransferError, match=r"'b\.norm'"):
         encode(short, HELD, NEW, TARGET)
     with pytest.raises(TransferError, match=r"'b\.norm'"):
+        encode(BASE, HELD, short, TARGET)
+    with pytest.raises(TransferError, match=r"'b\.norm'"):
         apply(DELTA, BASE, HELD, room(short), TARGET)
+    with pytest.raises(TransferError, match=r"'b\.norm'"):
+        apply(DELTA, short, HELD, room(NEW), TARGET)
     with pytest.raises(TransferError, match="cannot be written"):
         apply(DELTA, BASE, HELD, NEW, TARGET)
 
@@ -359,6 +403,7 @@ def test_a_frame_that_hides_its_size_is_refused() -> None:
         zstd.compress(bytes(8))[:-1],  # cut
         zstd.compress(bytes(8)) + zstd.compress(bytes(8)),  # two frames
         zstd.compress(bytes(8)) + b"\0",
+        bytes.fromhex("28b52ffd 20 08 470000"),  # RFC 8878: 8 bytes of content, in a block of the type that is reserved
     ],
 )
 def test_a_frame_that_is_not_exactly_one_is_damage(payload: bytes) -> None:
@@ -390,7 +435,7 @@ def test_a_header_that_cuts_a_large_version_into_crumbs_allocates_nothing_to_spe
     crumbs = spelled([Record(Form.UNCHANGED)], Header(held.digest, held.digest, 8 << 20, 8, 1))
     into = room(base)
     tracemalloc.start()
-    with pytest.raises(DeltaError, match="1 buckets") as caught:
+    with pytest.raises(DeltaError, match=r"1 buckets.* has more") as caught:
         apply(crumbs, base, held, into, held)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()

@@ -13,7 +13,7 @@ from tests.e2e.rows import ROLES
 pytestmark = pytest.mark.integration
 
 SEED = 7
-CHOSEN = sample(matrix(), 12, SEED)
+CHOSEN = sample(matrix(), 15, SEED)
 
 
 async def outcome(folder: Path, chosen: list[Cell]) -> list[Line]:

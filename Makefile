@@ -16,7 +16,7 @@ demo: prepare-demo  ## a policy that learns while it serves, every version throu
 	@$(BIN)/reef-bus demo $(ARGS)
 
 test: lint  ## lint, types, import rules, then the tests with a coverage report
-	@$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --cov --cov-report=term --durations=20 --durations-min=5 $(ARGS)
+	@$(BIN)/python -m pytest -n 2 --dist loadfile --cov --cov-report=term --durations=20 --durations-min=5 $(ARGS)
 
 lint: prepare-dev  ## ruff, mypy, import-linter
 	@$(BIN)/ruff check .

@@ -19,25 +19,9 @@ settings.load_profile("reef")
 
 UNCOVERED = ("simulation", "integration")
 """Whole deployments: what they run in other processes is not measured anyway, and measuring costs as much again."""
-LONG = (
-    "simulation/test_simulation.py",
-    "integration/test_kill_matrix.py",
-    "integration/test_kills.py",
-    "integration/test_recovery.py",
-)
-"""Files of more than a minute. Begun last, one of them would keep one core busy at the end, and the other idle."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.parent.name in UNCOVERED:
             item.add_marker(pytest.mark.no_cover)
-    items.sort(key=_turn)
-
-
-def _turn(item: pytest.Item) -> int:
-    """Stable: within a file, and among equals, everything stays in its order."""
-    name = f"{item.path.parent.name}/{item.path.name}"
-    if name in LONG:
-        return LONG.index(name)
-    return len(LONG) + (item.path.parent.name not in UNCOVERED)

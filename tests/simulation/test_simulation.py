@@ -180,7 +180,7 @@ def _hasty(world: World, open_: Publication, deadlines: Deadlines, now: int) -> 
 
 def test_an_engine_that_goes_on_after_its_lease_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Agent, "_in_touch", lambda self: True)
-    any_of(range(8), "cut off since", Faults(partition=1.0), Shape(jobs=2, lease_s=2.0))
+    any_of(range(8), "cut off since", Faults(partition=3.0), Shape(jobs=2, lease_s=2.0))
 
 
 def test_an_engine_that_takes_a_swap_on_trust_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -49,7 +49,7 @@ class TcpTransport(Transport):
         hello = Hello(secrets.token_urlsafe(16), publication, attempt, manifest.digest)
         held = Held([source[entry.name].data for entry in manifest.tensors], full=True)
         with transfer_errors(f"listening on {self._host}"):
-            return TcpOffer(_listener(self._host), hello, held, self._stall_s)
+            return TcpOffer(listening(self._host), hello, held, self._stall_s)
 
     async def receive(
         self,
@@ -75,7 +75,7 @@ class TcpOffer(Offer):
     """A sender's door. The first receiver takes from here; each one after it is sent to the one before."""
 
     def __init__(self, listener: socket.socket, hello: Hello, held: Held, stall_s: float) -> None:
-        self._ticket = Ticket("tcp", _name(listener), hello.token)
+        self._ticket = Ticket("tcp", address_of(listener), hello.token)
         self._held, self._sent = held, 0
         self._last = ""  # where the last receiver serves
         self._door = Door(listener, hello, stall_s, self._send, self._elsewhere)
@@ -190,8 +190,8 @@ class Receiver:
         if self._held.total < CHAIN_BYTES:
             return ""
         if not self._address:
-            listener = _listener(own)
-            self._address = _name(listener)
+            listener = listening(own)
+            self._address = address_of(listener)
             self._door = Door(listener, self._hello, self._stall_s, self._pass_on)
         return self._address
 
@@ -243,11 +243,11 @@ def _named(host: str) -> bool:
         return False
 
 
-def _listener(host: str) -> socket.socket:
+def listening(host: str) -> socket.socket:
     return socket.create_server((host, 0), family=family(host), backlog=BACKLOG)
 
 
-def _name(listener: socket.socket) -> str:
+def address_of(listener: socket.socket) -> str:
     return "{}:{}".format(*listener.getsockname()[:2])
 
 

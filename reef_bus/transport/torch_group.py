@@ -18,22 +18,20 @@ import socket
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any
 
 from reef_bus.backends import Pieces
 from reef_bus.errors import TransferError
 from reef_bus.manifest import Manifest, require_fit
 from reef_bus.transport import STALL_S, Offer, Ticket, Transport, transfer_errors
-from reef_bus.transport.door import BACKLOG, Answer, Door, Hello, Link
+from reef_bus.transport.door import Answer, Door, Hello, Link
 from reef_bus.transport.held import Held
-from reef_bus.transport.tcp import family, host_port
+from reef_bus.transport.tcp import address_of, family, host_port, listening
 
 BUCKET_BYTES = 16 << 20
 """Moved by one operation, and so the unit of progress: 16 MiB in 10 s is 1.6 MB/s."""
 SENDER, RECEIVER = 0, 1
 """Ranks."""
-
-T = TypeVar("T")
 
 
 class TorchTransport(Transport):
@@ -50,8 +48,7 @@ class TorchTransport(Transport):
         held = Held([source[entry.name].data for entry in manifest.tensors], full=True)
         await asyncio.to_thread(_distributed)
         with transfer_errors(f"listening on {self._host}"):
-            listener = socket.create_server((self._host, 0), family=family(self._host), backlog=BACKLOG)
-        return TorchOffer(listener, hello, held, self._stall_s)
+            return TorchOffer(listening(self._host), hello, held, self._stall_s)
 
     async def receive(
         self,
@@ -68,7 +65,7 @@ class TorchTransport(Transport):
         if ticket.transport != self.name:
             raise TransferError("protocol", f"expected a torch ticket, found {ticket.transport} {ticket.address!r}")
         peer, hello = host_port(ticket.address), Hello(ticket.token, publication, attempt, manifest.digest)
-        held = Held([target[entry.name].data for entry in manifest.tensors], full=False)
+        held = Held([target[entry.name].data for entry in manifest.tensors])
         await asyncio.to_thread(_distributed)
         with transfer_errors(f"sender {ticket.address}"), socket.socket(family(peer[0])) as sock:
             async with asyncio.timeout(stall_s) as deadline:
@@ -87,7 +84,7 @@ class TorchOffer(Offer):
 
     def __init__(self, listener: socket.socket, hello: Hello, held: Held, stall_s: float) -> None:
         self._host = listener.getsockname()[0]
-        self._ticket = Ticket("torch", "{}:{}".format(*listener.getsockname()[:2]), hello.token)
+        self._ticket = Ticket("torch", address_of(listener), hello.token)
         self._held, self._stall_s, self._sent = held, stall_s, 0
         self._making = asyncio.Lock()  # one group after the other: many at once take each other's time
         self._door = Door(listener, hello, stall_s, self._send)
@@ -128,12 +125,12 @@ class TorchOffer(Offer):
 async def _receive(pair: _Pair, held: Held, progress: Callable[[int], None] | None) -> None:
     """Copied on the loop, bucket by bucket, while the next one arrives: no thread ever holds the target."""
     spans = list(_spans(held.total))
-    coming = [pair.start("recv", pair.bucket(0)[: stop - start], SENDER) for start, stop in spans[:1]]
+    coming = pair.start("recv", pair.bucket(0)[: spans[0][1]], SENDER) if spans else None
     for number, (start, stop) in enumerate(spans):
-        await pair.done(coming[-1])
+        await pair.done(coming)
         if number + 1 < len(spans):
             then, end = spans[number + 1]
-            coming.append(pair.start("recv", pair.bucket(number + 1)[: end - then], SENDER))
+            coming = pair.start("recv", pair.bucket(number + 1)[: end - then], SENDER)
         with memoryview(pair.bucket(number).numpy()) as bucket:
             for part in held.parts(start, stop):
                 part[:] = bucket[held.have - start : held.have - start + part.nbytes]

@@ -6,6 +6,7 @@ Knows: names, defaults and what contradicts what. Must not know: how anything is
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -98,13 +99,15 @@ class Metrics(Part, frozen=True, kw_only=True):
 
 
 class Config(Part, frozen=True, kw_only=True):
-    """Everything that the roles of one deployment must agree on."""
+    """Everything that the roles of one deployment must agree on. `artifacts`: the folder of the artifact store, or the
+    URL of one that fsspec reaches; empty: `artifacts` in the state folder."""
 
     schema_version: int = SCHEMA_VERSION
     deployment: str = "reef"
     scenario: str = "digit"
     model: str = "reef-digit"
     state_dir: str = "reef-state"
+    artifacts: str = ""
     nats: Nats = Nats()
     gateway: Gateway = Gateway()
     inference: Inference = Inference()
@@ -118,6 +121,12 @@ class Config(Part, frozen=True, kw_only=True):
         path = Path(self.state_dir, *parts)
         path.mkdir(parents=True, exist_ok=True)
         return path
+
+    def artifact_root(self) -> Path | str:
+        """Where blobs lie: a folder, which need not exist yet, or a URL."""
+        if "://" in self.artifacts:
+            return self.artifacts
+        return Path(self.artifacts or Path(self.state_dir, "artifacts"))
 
     def publishers(self) -> list[str]:
         """Component ids; the first acts at once, the others are its standbys."""
@@ -213,6 +222,7 @@ def check(config: Config) -> Config:
     if config.schema_version != SCHEMA_VERSION:
         raise Rejected(f"schema-version is {config.schema_version}, this version reads {SCHEMA_VERSION}")
     check_name("deployment", config.deployment)
+    _check_artifacts(config.artifacts)
     for engine in config.inference.engines:
         check_name("engine", engine)
         if engine in (*RESERVED, *config.publishers()):
@@ -248,6 +258,23 @@ def check(config: Config) -> Config:
     if config.training.backend not in ("torch", ATTACHED):
         raise Rejected(f"training.backend is {config.training.backend!r}; this version has: torch, {ATTACHED}")
     return config
+
+
+def _check_artifacts(where: str) -> None:
+    """A URL is written to files and logs, and means the same store to every process."""
+    scheme, sign, rest = where.partition("://")
+    if not sign:
+        return
+    shown = f"{scheme}://{rest.rpartition('@')[2]}"
+    if not re.fullmatch(r"[a-z][a-z0-9+.-]*", scheme) or scheme == "memory":
+        raise Rejected(
+            f"artifacts is {shown!r}: expected a folder, or one protocol that every process reaches by itself"
+        )
+    if ":" in rest.partition("/")[0].rpartition("@")[0]:
+        raise Rejected(
+            f"artifacts is {shown!r} with a password, which would be seen in files and logs; take it out, and set "
+            f"FSSPEC_{scheme.upper()}_PASSWORD in the environment of every process"
+        )
 
 
 def dump(config: Config) -> bytes:

@@ -46,7 +46,7 @@ class Deployment:
         self.journal = journal
         self.supervisor = supervisor
         self.server = server
-        self.runner = Runner(journal, supervisor, fetch=blobs_in(config.folder("artifacts")))
+        self.runner = Runner(journal, supervisor, fetch=blobs_in(config.artifact_root()))
         self.failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     @property
@@ -120,10 +120,18 @@ def _settle(config: Config, server: NatsServer | None) -> tuple[Config, Path]:
     gateway = msgspec.structs.replace(config.gateway, port=_free_port(config.gateway.host, config.gateway.port))
     path = config.folder("run") / CONFIG_FILE
     config = msgspec.structs.replace(
-        config, nats=nats, gateway=gateway, state_dir=str(Path(config.state_dir).resolve())
+        config,
+        nats=nats,
+        gateway=gateway,
+        state_dir=str(Path(config.state_dir).resolve()),
+        artifacts=config.artifacts and str(_absolute(config.artifact_root())),
     )
     path.write_bytes(dump(config))
     return config, path
+
+
+def _absolute(root: Path | str) -> Path | str:
+    return root.resolve() if isinstance(root, Path) else root
 
 
 def _free_port(host: str, port: int) -> int:

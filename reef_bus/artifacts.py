@@ -20,7 +20,7 @@ from reef_bus.errors import ContractError, TransferError, Unavailable
 from reef_bus.events import Blob
 from reef_bus.manifest import Manifest, TensorEntry, describe, layout_differences, require_fit
 from reef_bus.safetensors_file import encoded, header
-from reef_bus.shelf import SLICE_BYTES, Folder, Opened, Part, Shelf, free, hash_file, spread, write
+from reef_bus.shelf import SLICE_BYTES, Folder, Opened, Part, Shelf, blob_of, free, hash_file, spread
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 
@@ -186,7 +186,7 @@ def save_weights(store: ArtifactStore, pieces: Pieces) -> tuple[Blob, Manifest]:
 
 def weights_blob(manifest: Manifest, pieces: Pieces) -> Blob:
     """The blob that `save_weights` makes of `pieces`, without writing it: its bytes follow from them alone."""
-    return write(None, encoded(manifest, pieces))
+    return blob_of(encoded(manifest, pieces))
 
 
 def load_weights(store: ArtifactStore, blob_digest: str, into: Pieces, manifest: Manifest) -> int:

@@ -28,9 +28,12 @@ from typing import Any, TypeVar
 
 from reef_bus.errors import Rejected
 from reef_bus.events import Blob
-from reef_bus.shelf import INCOMING, SLICE_BYTES, Opened, Part, Shelf, free, spread, write
+from reef_bus.shelf import INCOMING, SLICE_BYTES, Opened, Part, Shelf, blob_of, free, spread
 
 T = TypeVar("T")
+
+OBJECTS = {"abfs", "abfss", "adl", "az", "gcs", "gs", "oci", "oss", "s3", "s3a"}
+"""Stores without folders: there, what fsspec would make for a missing one is a bucket."""
 
 UPLOAD_BYTES = 64 << 20  # a part of an upload: object stores take 10,000 of them, so a blob of 640 GB
 
@@ -42,8 +45,9 @@ class Remote(Shelf):
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/")
         self._connect = _connector(self.url)
+        self._objects = urllib.parse.urlsplit(url).scheme in OBJECTS
         self._own = threading.local()
-        self._root: str = self._call(lambda fs: fs._strip_protocol(self.url))
+        self._root: str = self._call(lambda fs: fs._strip_protocol(self.url)).rstrip("/")
         probe = self.write([secrets.token_bytes(16)])
         self._call(lambda fs: fs.rm_file(self._key(probe.digest)))
 
@@ -123,10 +127,9 @@ class Remote(Shelf):
     def _draft(self, parts: Iterable[Part]) -> Iterator[tuple[str, Blob]]:
         """A key of our own with the parts, which is gone afterwards."""
         draft = f"{self._root}/{INCOMING}/{secrets.token_hex(16)}"
-        self._call(lambda fs: fs.makedirs(f"{self._root}/{INCOMING}", exist_ok=True))  # on a connection that works
+        self._folder(draft)
         try:
-            with _as_oserror(self.url), self._fs().open(draft, "wb", block_size=UPLOAD_BYTES) as file:
-                blob = write(file, _small(parts))
+            blob = self._upload(draft, parts)
             if (size := self._size(draft)) != blob.size:
                 raise OSError(errno.EIO, f"{self.url} keeps {size} bytes of {blob.size}")
             yield draft, blob
@@ -135,11 +138,34 @@ class Remote(Shelf):
                 if self._size(draft) is not None:
                     self._call(lambda fs: fs.rm_file(draft))
 
+    def _upload(self, draft: str, parts: Iterable[Part]) -> Blob:
+        """What the parts themselves raise is none of ours."""
+        with _as_oserror(self.url):
+            file = self._fs().open(draft, "wb", block_size=UPLOAD_BYTES)
+
+        def keep(part: Part) -> None:
+            with _as_oserror(self.url):
+                file.write(part)
+
+        try:
+            return blob_of(_small(parts), keep)
+        finally:
+            with _as_oserror(self.url):
+                file.close()
+
+    def _folder(self, key: str) -> None:
+        """Have the folder that the key is in, on a connection that works: an upload is not tried twice."""
+        folder = key.rpartition("/")[0]
+        if self._objects:
+            self._size(key)
+        else:
+            self._call(lambda fs: fs.makedirs(folder, exist_ok=True))
+
     def _adopt(self, draft: str, blob: Blob) -> None:
         """Others may do the same at this moment: whoever is told that it is there already has what it wanted."""
         key = self._key(blob.digest)
-        with contextlib.suppress(OSError):  # made by another at this moment; or the move tells
-            self._call(lambda fs: fs.makedirs(key.rpartition("/")[0], exist_ok=True))
+        with contextlib.suppress(OSError):  # another one made it at this moment; if not, the move tells
+            self._folder(key)
         try:
             with _as_oserror(self.url):
                 self._fs().mv(draft, key)

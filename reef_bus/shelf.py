@@ -12,11 +12,11 @@ import os
 import secrets
 import shutil
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import AbstractContextManager
 from io import FileIO
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 from reef_bus.events import Blob
 
@@ -90,8 +90,9 @@ class Folder(Shelf):
 
     def write(self, parts: Iterable[Part]) -> Blob:
         with self._draft() as draft:
-            blob = write(draft, parts)
+            blob = blob_of(parts, draft.write)
             if not self.has(blob.digest):
+                draft.flush()
                 os.fsync(draft.fileno())
                 self._adopt(Path(draft.name), self.path(blob.digest))
         return blob
@@ -141,16 +142,14 @@ def spread(digest: str) -> tuple[str, str, str]:
     return digest[:2], digest[2:4], digest
 
 
-def write(draft: BinaryIO | None, parts: Iterable[Part]) -> Blob:
-    """The blob that the parts make together, written to the draft if there is one."""
+def blob_of(parts: Iterable[Part], write: Callable[[Part], Any] | None = None) -> Blob:
+    """The blob that the parts make together; each is written, if there is something to write to."""
     hasher, size = hashlib.sha256(), 0
     for part in parts:
         hasher.update(part)
         size += memoryview(part).nbytes
-        if draft is not None:
-            draft.write(part)
-    if draft is not None:
-        draft.flush()
+        if write is not None:
+            write(part)
     return Blob(digest=hasher.hexdigest(), size=size)
 
 

@@ -79,18 +79,18 @@ class ArtifactStore:
             opened = Opened(file, str(path))
             return self.put_parts(_slices(opened, 0, opened.size))
 
-    def keep(self, digest: str, source: Path) -> bool:
+    def keep(self, digest: str, source: Path, named: str = "") -> bool:
         """Have the blob of that name, from the file `source` if it is not there whole: by a hard link where the disk
-        allows it, else as a copy. Returns whether it was not there. Raises ContractError, naming the file, when
-        `source` is missing or holds other bytes."""
+        allows it, else as a copy. Returns whether it was not there. Raises ContractError, naming the file, or what it
+        is a copy of, when `source` is missing or holds other bytes."""
         if self.sound(digest):
             return False
         if not source.is_file():
-            raise ContractError(f"no blob at {source}: copy it there from the machine that wrote it")
+            raise ContractError(f"no blob at {named or source}: copy it there from the machine that wrote it")
         with self._writing():
             found = self._shelf.take(digest, source)
         if found != digest:
-            raise ContractError(f"{source} is damaged: its bytes hash to {found}; copy it there again")
+            raise ContractError(f"{named or source} is damaged: its bytes hash to {found}; copy it there again")
         return True
 
     def get(self, digest: str) -> bytes:

@@ -33,8 +33,6 @@ MANIFEST, BLOBS = "manifest.json", "blobs"
 REPORT_S = 1.0
 
 Say = Callable[[str], None]
-Local = Callable[[str], AbstractContextManager[Path]]
-"""A file of this machine with the blob's bytes, for as long as the context lasts."""
 
 
 class Extent(msgspec.Struct, frozen=True, kw_only=True):
@@ -65,8 +63,11 @@ class Backup(NamedTuple):
     inventory: Inventory
     history: History
 
+    def where(self, digest: str) -> str:
+        return str(place(self.folder / BLOBS, digest))
+
     def local(self, digest: str) -> AbstractContextManager[Path]:
-        """Where a blob of it lies. As a path: the folder need not be writable."""
+        """A blob of it, as `ArtifactStore.local`: the folder need not be writable."""
         return nullcontext(place(self.folder / BLOBS, digest))
 
 
@@ -109,7 +110,7 @@ async def backup(journal: JetStreamJournal, config: Config, store: ArtifactStore
     if not history.log:
         raise Rejected("there is nothing to back up: the log holds no event")
     blobs = sorted(named(history) | _archives(history, store))
-    new = await blocking(_keep, blobs, store.local, ArtifactStore(folder / BLOBS), say)
+    new = await blocking(_keep, blobs, store, ArtifactStore(folder / BLOBS), say)
     say(f"{len(blobs)} blobs, {new} of them new")
     return await blocking(_write, folder, config, history, blobs)
 
@@ -121,13 +122,13 @@ def _archives(history: History, store: ArtifactStore) -> set[str]:
     return {digest} if digest and store.has(digest) else set()
 
 
-def _keep(digests: Iterable[str], local: Local, target: ArtifactStore, say: Say) -> int:
+def _keep(digests: Iterable[str], source: ArtifactStore | Backup, target: ArtifactStore, say: Say) -> int:
     """Have every blob in `target`, each compared with its name. Returns how many were not there."""
     count, new, said = 0, 0, time.monotonic()
     for digest in digests:
         if not target.sound(digest):
-            with local(digest) as source:
-                new += target.keep(digest, source)
+            with source.local(digest) as path:
+                new += target.keep(digest, path, source.where(digest))
         count += 1
         if time.monotonic() > said + REPORT_S:
             said = time.monotonic()
@@ -230,7 +231,7 @@ async def restore(
     if done := await _done(journal, config, found.inventory.streams[LOG]):
         return done
     await _make_room(journal, config, found)
-    new = await blocking(_keep, found.inventory.blobs, found.local, store, say)
+    new = await blocking(_keep, found.inventory.blobs, found, store, say)
     say(f"{len(found.inventory.blobs)} blobs, {new} of them new")
     opened = await blocking(_opening, journal.deployment, store, found, incarnation)
     streams = found.inventory.streams

@@ -17,7 +17,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import functools
-import importlib
 import secrets
 import tempfile
 import threading
@@ -201,7 +200,7 @@ def _connector(url: str) -> Callable[[], Any]:
     """Makes a connection. Raises Rejected, with the command that installs it, for what is not installed."""
     protocol = urllib.parse.urlsplit(url).scheme
     try:
-        fsspec = importlib.import_module("fsspec")
+        import fsspec
     except ImportError as error:
         raise Rejected(f"artifacts at {protocol}:// need an extra: pip install 'reef-bus[remote]'") from error
     try:

@@ -14,6 +14,7 @@ from pathlib import Path
 import msgspec
 
 from consumers.reef_supervisor.role import Supervisor, prepare, watch
+from reef_bus.artifacts import ArtifactStore
 from reef_bus.config import Config, dump
 from reef_bus.core.effects import Me
 from reef_bus.core.world import World
@@ -85,6 +86,8 @@ async def deployment(
         stack.callback(lock.release)
         server = await _server(config, stack)
         config, path = _settle(config, server)
+        if config.artifacts:  # a URL that does not do is told here, once, and not by every component
+            await blocking(ArtifactStore, config.artifact_root())
         journal = await connect(config.nats.url, config.deployment, "reef-supervisor")
         stack.push_async_callback(journal.close)
         await prepare(config, journal)

@@ -59,7 +59,7 @@ def header(opened: Opened) -> tuple[dict[str, Span], int]:
         raw = msgspec.json.decode(opened.file.read(size), type=dict[str, msgspec.Raw])
         raw.pop(RESERVED_NAME, None)
         return {name: msgspec.json.decode(span, type=Span) for name, span in raw.items()}, 8 + size
-    except (msgspec.MsgspecError, UnicodeError) as error:
+    except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
         raise TransferError("protocol", f"{opened.where} is no safetensors file: {error}") from error
 
 

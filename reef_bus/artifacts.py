@@ -104,7 +104,7 @@ class ArtifactStore:
         return data
 
     def fetched(self, digest: str) -> Opened:
-        """The blob's bytes, not compared. Raises OSError, as a disk does."""
+        """The blob's bytes, not compared. Raises as its shelf."""
         return exhausted(self.fetch(digest))
 
     def fetch(self, digest: str) -> Generator[int, None, Opened]:
@@ -125,16 +125,16 @@ class ArtifactStore:
         except FileNotFoundError as error:
             where = self.where(digest)
             raise ContractError(f"no blob at {where}: copy it there from the machine that wrote it") from error
-        except OSError as error:
-            raise Unavailable(f"cannot read {self.where(digest)}: {error.strerror}") from error
+        except (OSError, Unavailable) as error:
+            raise Unavailable(f"cannot read {self.where(digest)}: {_why(error)}") from error
 
     @contextlib.contextmanager
     def _writing(self) -> Iterator[None]:
         try:
             yield
-        except OSError as error:
+        except (OSError, Unavailable) as error:
             raise Unavailable(
-                f"cannot write artifacts under {self.root}: {error.strerror} ({_room(self.root)}); "
+                f"cannot write artifacts under {self.root}: {_why(error)} ({_room(self.root)}); "
                 "make room or give write access there, or configure another artifact folder"
             ) from error
 
@@ -155,6 +155,10 @@ def folder_of(root: Path | str) -> Path | None:
     if not sign:
         return Path(root)
     return Path(path) if scheme == "file" else None
+
+
+def _why(error: OSError | Unavailable) -> str:
+    return (error.strerror or "") if isinstance(error, OSError) else str(error)
 
 
 def _room(root: Path | str) -> str:
@@ -193,7 +197,8 @@ def load_weights(store: ArtifactStore, blob_digest: str, into: Pieces, manifest:
     """Copy the stored weights into `into`'s memory; returns bytes. Nothing is written before all of it was verified.
 
     Raises TransferError: "mismatch" naming the tensor (target or artifact do not fit the manifest), "refused" if
-    the blob is not there, "protocol" if it is no safetensors file, "closed" for a failing disk or server."""
+    the blob is not there, "protocol" if it is no safetensors file, "closed" for a failing disk. Raises Unavailable for
+    a server that gives no answer: nothing was written, so that the same call may be tried again."""
     require_fit(manifest, into, writable=True)
     with _transferring(store.where(blob_digest)):
         opened = exhausted(verify_weights(store, blob_digest, manifest))
@@ -304,3 +309,5 @@ def _transferring(where: str) -> Iterator[None]:
         raise TransferError("refused", f"no artifact at {where}: copy it there from where it was written") from error
     except OSError as error:
         raise TransferError("closed", f"cannot read {where}: {error.strerror}") from error
+    except Unavailable as error:
+        raise Unavailable(f"cannot read {where}: {error}") from error

@@ -25,7 +25,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
-from reef_bus.errors import Rejected
+from reef_bus.errors import Rejected, Unavailable
 from reef_bus.events import Blob
 from reef_bus.shelf import INCOMING, SLICE_BYTES, Opened, Part, Shelf, blob_of, free, spread
 
@@ -104,7 +104,7 @@ class Remote(Shelf):
             begin, end = at, min(at + SLICE_BYTES, size)
             data: bytes = self._call(functools.partial(_range, key, begin, end))
             if len(data) != end - begin:
-                raise OSError(errno.EIO, f"{self.where(digest)}: found {len(data)} bytes at {begin}, of {end - begin}")
+                raise Unavailable(f"found {len(data)} bytes at {begin}, expected {end - begin}")
             at = end
             yield data
 
@@ -130,26 +130,26 @@ class Remote(Shelf):
         try:
             blob = self._upload(draft, parts)
             if (size := self._size(draft)) != blob.size:
-                raise OSError(errno.EIO, f"{self.url} keeps {size} bytes of {blob.size}")
+                raise Unavailable(f"it keeps {size} bytes of {blob.size}")
             yield draft, blob
         finally:
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(Unavailable, FileNotFoundError):
                 if self._size(draft) is not None:
                     self._call(lambda fs: fs.rm_file(draft))
 
     def _upload(self, draft: str, parts: Iterable[Part]) -> Blob:
         """What the parts themselves raise is none of ours."""
-        with _as_oserror(self.url):
+        with _answered(self.url):
             file = self._fs().open(draft, "wb", block_size=UPLOAD_BYTES)
 
         def keep(part: Part) -> None:
-            with _as_oserror(self.url):
+            with _answered(self.url):
                 file.write(part)
 
         try:
             return blob_of(_small(parts), keep)
         finally:
-            with _as_oserror(self.url):
+            with _answered(self.url):
                 file.close()
 
     def _folder(self, key: str) -> None:
@@ -163,16 +163,16 @@ class Remote(Shelf):
     def _adopt(self, draft: str, blob: Blob) -> None:
         """Others may do the same at this moment: whoever is told that it is there already has what it wanted."""
         key = self._key(blob.digest)
-        with contextlib.suppress(OSError):  # another one made it at this moment; if not, the move tells
+        with contextlib.suppress(Unavailable):  # another one made it at this moment; if not, the move tells
             self._folder(key)
         try:
-            with _as_oserror(self.url):
+            with _answered(self.url):
                 self._fs().mv(draft, key)
-        except OSError:
+        except (Unavailable, FileNotFoundError):
             if self._size(key) != blob.size:
                 raise
         if (size := self._size(key)) != blob.size:
-            raise OSError(errno.EIO, f"{self.where(blob.digest)} has {size} bytes after the move, expected {blob.size}")
+            raise Unavailable(f"{key} has {size} bytes after the move, expected {blob.size}")
 
     # -- connections
 
@@ -182,17 +182,17 @@ class Remote(Shelf):
     def _fs(self) -> Any:
         """This thread's: many protocols keep one connection, on which two threads would talk at once."""
         if not hasattr(self._own, "fs"):
-            with _as_oserror(self.url):
+            with _answered(self.url):
                 self._own.fs = self._connect()
         return self._own.fs
 
     def _call(self, ask: Callable[[Any], T]) -> T:
         """Servers drop who was quiet for minutes, so what fails is tried once more, on another connection. `ask` may
         be repeated."""
-        with contextlib.suppress(OSError), _as_oserror(self.url):
+        with contextlib.suppress(Unavailable), _answered(self.url):
             return ask(self._fs())
         self._own.__dict__.pop("fs", None)
-        with _as_oserror(self.url):
+        with _answered(self.url):
             return ask(self._fs())
 
 
@@ -218,22 +218,19 @@ def _range(key: str, begin: int, end: int, fs: Any) -> Any:
 
 
 @contextlib.contextmanager
-def _as_oserror(where: str) -> Iterator[None]:
-    """Every protocol has errors of its own; whoever asks knows those of a disk."""
+def _answered(where: str) -> Iterator[None]:
+    """Every protocol has errors of its own. What is not there is an answer; everything else is none."""
     try:
         yield
-    except OSError as error:
-        if error.errno is not None and error.strerror:
-            raise
-        kind = FileNotFoundError if isinstance(error, FileNotFoundError) else OSError
-        raise kind(errno.ENOENT if kind is FileNotFoundError else errno.EIO, _line(error), where) from error
+    except FileNotFoundError as error:
+        raise FileNotFoundError(errno.ENOENT, "nothing is there", where) from error
     except Exception as error:
-        raise OSError(errno.EIO, _line(error), where) from error
+        raise Unavailable(_line(error)) from error
 
 
 def _line(error: BaseException) -> str:
-    first = str(error).strip().partition("\n")[0]
-    return f"{type(error).__name__}: {first}" if first else type(error).__name__
+    first = (getattr(error, "strerror", None) or str(error)).strip().partition("\n")[0]
+    return first if isinstance(error, OSError) and error.strerror else f"{type(error).__name__}: {first}"
 
 
 @contextlib.contextmanager

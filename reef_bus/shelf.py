@@ -1,7 +1,8 @@
 """Where an artifact store's blobs lie: the port, and a local folder.
 
 Knows: files, their durability, sha256. Must not know: what a blob holds, or who asks for it.
-A shelf raises OSError, as a disk does: FileNotFoundError for what is not there.
+A shelf raises OSError, as a disk does: FileNotFoundError for what is not there; and Unavailable for a server that gives
+no answer.
 """
 
 from __future__ import annotations

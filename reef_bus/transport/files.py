@@ -28,22 +28,17 @@ class FilesTransport(Transport):
         self._store = store
 
     async def offer(self, manifest: Manifest, source: Pieces, *, publication: str, attempt: int) -> Offer:
-        """As the contract; also raises TransferError("refused") when `source` was not saved in this store before."""
+        """As the contract; also raises TransferError("refused") when `source` was not saved in this store before, and
+        Unavailable when the store's server does not say so."""
         require_fit(manifest, source)
         said = differences(manifest, await asyncio.to_thread(describe, source))
         if said:
             raise TransferError("mismatch", said[0])
         blob = await asyncio.to_thread(weights_blob, manifest, source)
-        if not await asyncio.to_thread(self._has, blob.digest):
+        if not await asyncio.to_thread(self._store.has, blob.digest):
             where = self._store.where(blob.digest)
             raise TransferError("refused", f"no artifact at {where}: call save_weights before offering it")
         return FilesOffer(Ticket(self.name, blob.digest, ""))
-
-    def _has(self, digest: str) -> bool:
-        try:
-            return self._store.has(digest)
-        except Unavailable as error:
-            raise TransferError("closed", str(error)) from error
 
     async def receive(
         self,
@@ -82,6 +77,8 @@ class FilesTransport(Transport):
         thread = asyncio.ensure_future(asyncio.to_thread(_verify, verify_weights(self._store, digest, manifest), step))
         try:
             return await asyncio.shield(thread)
+        except Unavailable as error:
+            raise TransferError("closed", f"artifact {self._store.where(digest)}: {error}") from error
         except BaseException:
             left.set()
             thread.add_done_callback(_close)

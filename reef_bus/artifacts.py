@@ -29,13 +29,18 @@ class ArtifactStore:
     """Blobs under `root`, named by what they hold. A blob that `has` reports is whole.
 
     `root` is a folder, where a blob also survives a power cut, or the URL of one that fsspec reaches (`remote.py` says
-    what each protocol promises). Any number of processes may share it. Raises Unavailable when it cannot be written,
-    Rejected when an extra is missing."""
+    what each protocol promises). Any number of processes may share it. Raises Unavailable for a folder that cannot be
+    written, Rejected when an extra is missing; a URL is tried by `probe`, and by whatever is done first."""
 
     def __init__(self, root: Path | str) -> None:
         self.root = folder_of(root) or str(root)
         with self._writing():
             self._shelf = _shelf(root)
+
+    def probe(self) -> None:
+        """Raises Unavailable if nothing can be written here."""
+        with self._writing():
+            self._shelf.probe()
 
     def where(self, digest: str) -> str:
         """Where the blob of that name lies, whether or not it is there: for messages."""

@@ -5,10 +5,12 @@ Knows: fsspec, one connection per thread, temporary keys. Must not know: what a 
 A blob is written under `incoming/`, and appears under its name by one move, after its size there was compared. Relied
 upon is that a move shows the whole blob under its new name, or nothing.
 
-  s3, gs, abfs, …     a copy made by the server, which shows an object once it is complete; durable when acknowledged
+  s3, gs, abfs, …     a copy made by the server, which shows an object once it is complete; durable when acknowledged. A
+                      writer that is killed leaves parts, which a rule of the bucket should remove
   sftp, ftp, webhdfs  a rename by the server; what it acknowledged may be lost with its power, so that server's disk is
                       to be one that does not lose it (a blob is compared with its name whenever it is read)
 
+Weights are read by way of a temporary file, so TMPDIR has to have room for one version.
 `file://` is the local folder, with all of its promises; `memory://` and chains of protocols are refused.
 """
 
@@ -38,15 +40,18 @@ UPLOAD_BYTES = 64 << 20  # a part of an upload: object stores take 10,000 of the
 
 
 class Remote(Shelf):
-    """Blobs under a URL. Nothing is held open between two calls but a connection per thread; one that was lost is made
-    anew, once per call, before the call fails."""
+    """Blobs under a URL; nobody is asked before the first call. Nothing is held open between two calls but a connection
+    per thread; one that was lost is made anew, once per call, before the call fails."""
 
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/")
-        self._connect = _connector(self.url)
+        self._kind = _filesystem(urllib.parse.urlsplit(url).scheme)
+        self._root = str(self._kind._strip_protocol(self.url)).rstrip("/")
         self._objects = urllib.parse.urlsplit(url).scheme in OBJECTS
         self._own = threading.local()
-        self._root: str = self._call(lambda fs: fs._strip_protocol(self.url)).rstrip("/")
+
+    def probe(self) -> None:
+        """By the way of a blob, the move included."""
         probe = self.write([secrets.token_bytes(16)])
         self._call(lambda fs: fs.rm_file(self._key(probe.digest)))
 
@@ -183,7 +188,7 @@ class Remote(Shelf):
         """This thread's: many protocols keep one connection, on which two threads would talk at once."""
         if not hasattr(self._own, "fs"):
             with _answered(self.url):
-                self._own.fs = self._connect()
+                self._own.fs = self._kind(**self._kind._get_kwargs_from_urls(self.url), skip_instance_cache=True)
         return self._own.fs
 
     def _call(self, ask: Callable[[Any], T]) -> T:
@@ -196,9 +201,8 @@ class Remote(Shelf):
             return ask(self._fs())
 
 
-def _connector(url: str) -> Callable[[], Any]:
-    """Makes a connection. Raises Rejected, with the command that installs it, for what is not installed."""
-    protocol = urllib.parse.urlsplit(url).scheme
+def _filesystem(protocol: str) -> Any:
+    """fsspec's class. Raises Rejected for what is not installed, with the command that installs it."""
     try:
         import fsspec
     except ImportError as error:
@@ -209,8 +213,7 @@ def _connector(url: str) -> Callable[[], Any]:
         raise Rejected(f"artifacts at {protocol}:// need another package: {error}") from error
     except ValueError as error:
         raise Rejected(f"artifacts at {protocol}://: fsspec knows no such protocol") from error
-    options = kind._get_kwargs_from_urls(url)
-    return lambda: kind(**options, skip_instance_cache=True)
+    return kind
 
 
 def _range(key: str, begin: int, end: int, fs: Any) -> Any:

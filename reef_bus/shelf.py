@@ -45,6 +45,10 @@ class Shelf(ABC):
     while writing. A writer that was killed leaves something under `incoming`, and nothing else."""
 
     @abstractmethod
+    def probe(self) -> None:
+        """Raises if nothing can be written here, or removed again."""
+
+    @abstractmethod
     def where(self, digest: str) -> str:
         """How a message names the blob."""
 
@@ -76,6 +80,9 @@ class Folder(Shelf):
         self.root = root
         self._incoming = root / INCOMING
         self._incoming.mkdir(parents=True, exist_ok=True)
+        self.probe()
+
+    def probe(self) -> None:
         probe = self._incoming / f"probe-{secrets.token_hex(8)}"
         probe.touch(exist_ok=False)
         probe.unlink()

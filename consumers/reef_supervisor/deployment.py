@@ -87,7 +87,7 @@ async def deployment(
         server = await _server(config, stack)
         config, path = _settle(config, server)
         if config.artifacts:  # a URL that does not do is told here, once, and not by every component
-            await blocking(ArtifactStore, config.artifact_root())
+            await blocking(ArtifactStore(config.artifact_root()).probe)
         journal = await connect(config.nats.url, config.deployment, "reef-supervisor")
         stack.push_async_callback(journal.close)
         await prepare(config, journal)

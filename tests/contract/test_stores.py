@@ -224,14 +224,16 @@ def test_a_store_finds_its_server_again_after_that_was_down(far: Place, served: 
             far.store.get(blob.digest)
         with pytest.raises(Unavailable, match=r"^cannot write artifacts under ftp://.*: Connection refused"):
             far.store.put(b"more")
-        with pytest.raises(Unavailable, match="Connection refused"):
-            ArtifactStore(far.root)
+        with pytest.raises(Unavailable, match=r"^cannot write artifacts under ftp://.*: Connection refused"):
+            ArtifactStore(far.root).probe()
         with pytest.raises(Unavailable, match=r"^cannot read ftp://.*: Connection refused$"):  # and not a failed load
             load_weights(far.store, blob.digest, pieces(0), describe(pieces(1)))
         asyncio.run(fails("closed", receive(FilesTransport(far.store), ticket, describe(pieces(1)), pieces(0))))
     finally:
         served.start()
     assert far.store.get(blob.digest) == b"reef" and far.store.has(far.store.put(b"more").digest)
+    far.store.probe()
+    assert len(far.files()) == 2
 
 
 def test_a_server_that_was_started_again_between_two_calls_is_no_failure(far: Place, served: FtpServer) -> None:

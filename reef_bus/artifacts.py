@@ -10,7 +10,6 @@ import contextlib
 import hashlib
 import re
 from collections.abc import Generator, Iterable, Iterator
-from contextlib import AbstractContextManager
 from pathlib import Path
 
 import xxhash
@@ -52,10 +51,14 @@ class ArtifactStore:
             raise ContractError(f"{self.where(digest)} is no file of this machine")
         return self._shelf.path(checked(digest))
 
-    def local(self, digest: str) -> AbstractContextManager[Path]:
-        """A file with the blob's bytes, as they are, while the context lasts: its own, or a copy that was brought here.
-        Raises as `get`, but does not compare."""
-        return self._local(checked(digest))
+    @contextlib.contextmanager
+    def local(self, digest: str) -> Iterator[Path]:
+        """A file with the blob's bytes, not compared, while the context lasts: its own, which may be missing, or a copy
+        that was brought here. Raises ContractError where there is nothing to bring, Unavailable where that fails."""
+        with contextlib.ExitStack() as stack:
+            with self._reading(digest):
+                path = stack.enter_context(self._shelf.local(checked(digest)))
+            yield path
 
     def has(self, digest: str) -> bool:
         """Whether the blob is there."""
@@ -100,7 +103,7 @@ class ArtifactStore:
 
     def get(self, digest: str) -> bytes:
         """The blob, its hash checked. Raises ContractError when it is missing or when other bytes lie in its place."""
-        with self._reading(checked(digest)), self.fetched(digest).file as file:
+        with self._reading(checked(digest)), exhausted(self.fetch(digest)).file as file:
             data = file.readall()
         found = hashlib.sha256(data).hexdigest()
         if found != digest:
@@ -108,20 +111,10 @@ class ArtifactStore:
             raise ContractError(f"{where} is damaged: its bytes hash to {found}; remove it and copy it there again")
         return data
 
-    def fetched(self, digest: str) -> Opened:
-        """The blob's bytes, not compared. Raises as its shelf."""
-        return exhausted(self.fetch(digest))
-
     def fetch(self, digest: str) -> Generator[int, None, Opened]:
-        """As `fetched`, yielding bytes per step as they arrive here; a folder's are here."""
+        """Returns the blob's bytes, not compared, yielding how many as they arrive here; a folder's are here. Raises as
+        its shelf."""
         return self._shelf.open(checked(digest))
-
-    @contextlib.contextmanager
-    def _local(self, digest: str) -> Iterator[Path]:
-        with contextlib.ExitStack() as stack:
-            with self._reading(digest):
-                path = stack.enter_context(self._shelf.local(digest))
-            yield path
 
     @contextlib.contextmanager
     def _reading(self, digest: str) -> Iterator[None]:

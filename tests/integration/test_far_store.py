@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import shutil
 import sys
@@ -18,11 +19,13 @@ from reef_bus.audit import read_export
 from reef_bus.config import Inference
 from reef_bus.errors import Rejected
 from reef_bus.events import ReceiverVerified, ReleaseCommitted, TargetPersisted
-from tests.e2e.live import CONFIG, kill_at, live, recovered
+from tests.e2e.live import CONFIG, Live, kill_at, live, recovered
 from tests.ftp_server import FtpServer, ftp_server
 from tests.integration.keep import deployment, digest
 from tests.integration.test_backup import manifest
 from tests.integration.test_roll import Capture, events, said
+
+AWAY_S = 5.0
 
 pytestmark = pytest.mark.integration
 
@@ -108,6 +111,20 @@ def test_the_doctor_says_whether_artifacts_can_be_kept(state: Path, served: FtpS
         served.start()
 
 
+async def outlived(found: Live, served: FtpServer) -> None:
+    """The server is away for a while, and an engine that is killed meanwhile cannot load the head: nobody is given up
+    for it, and what waited goes on."""
+    seq = found.world.seq
+    served.kill()
+    found.kill("engine-1")
+    await found.until("engine-1 is there again, and serves nothing", found.whole)
+    await asyncio.sleep(AWAY_S)
+    assert not found.all_serve()
+    served.start()
+    await recovered(found, seq)
+    assert not [r.name for r in found.events if r.name == "RecoveryHalted"]
+
+
 async def test_a_deployment_whose_weights_move_through_it_survives_a_kill_of_each_side(
     tmp_path: Path, served: FtpServer
 ) -> None:
@@ -121,6 +138,7 @@ async def test_a_deployment_whose_weights_move_through_it_survives_a_kill_of_eac
     async with live(tmp_path / "state", config) as found:
         for component, event in (("engine-1", "EngineFenced"), ("trainer", "SenderReady")):
             await recovered(found, await kill_at(found, component, event))
+        await outlived(found, served)
         await found.client.stop()
         audit = await found.audit()
         committed = [r.event for r in found.events if isinstance(r.event, ReleaseCommitted)]

@@ -90,6 +90,12 @@ class Publication(Part, frozen=True, kw_only=True):
     deadlines: Deadlines = Deadlines()
 
 
+class Artifacts(Part, frozen=True, kw_only=True):
+    """The artifact store, `at` a folder, or a URL that fsspec reaches; empty: `artifacts` in the state folder."""
+
+    at: str = ""
+
+
 class Metrics(Part, frozen=True, kw_only=True):
     """Prometheus. Components listen from `port` on, one port each, in the order in which they are started, then the
     supervisor, and after it a trainer that is attached; 0: nobody does."""
@@ -99,20 +105,19 @@ class Metrics(Part, frozen=True, kw_only=True):
 
 
 class Config(Part, frozen=True, kw_only=True):
-    """Everything that the roles of one deployment must agree on. `artifacts`: the folder of the artifact store, or the
-    URL of one that fsspec reaches; empty: `artifacts` in the state folder."""
+    """Everything that the roles of one deployment must agree on."""
 
     schema_version: int = SCHEMA_VERSION
     deployment: str = "reef"
     scenario: str = "digit"
     model: str = "reef-digit"
     state_dir: str = "reef-state"
-    artifacts: str = ""
     nats: Nats = Nats()
     gateway: Gateway = Gateway()
     inference: Inference = Inference()
     training: Training = Training()
     publication: Publication = Publication()
+    artifacts: Artifacts = Artifacts()
     supervision: Restarts = Restarts()
     metrics: Metrics = Metrics()
 
@@ -124,9 +129,8 @@ class Config(Part, frozen=True, kw_only=True):
 
     def artifact_root(self) -> Path | str:
         """Where blobs lie: a folder, which need not exist yet, or a URL."""
-        if "://" in self.artifacts:
-            return self.artifacts
-        return Path(self.artifacts or Path(self.state_dir, "artifacts"))
+        at = self.artifacts.at
+        return at if "://" in at else Path(at or Path(self.state_dir, "artifacts"))
 
     def publishers(self) -> list[str]:
         """Component ids; the first acts at once, the others are its standbys."""
@@ -222,7 +226,7 @@ def check(config: Config) -> Config:
     if config.schema_version != SCHEMA_VERSION:
         raise Rejected(f"schema-version is {config.schema_version}, this version reads {SCHEMA_VERSION}")
     check_name("deployment", config.deployment)
-    _check_artifacts(config.artifacts)
+    _check_artifacts(config.artifacts.at)
     for engine in config.inference.engines:
         check_name("engine", engine)
         if engine in (*RESERVED, *config.publishers()):
@@ -268,11 +272,11 @@ def _check_artifacts(where: str) -> None:
     shown = f"{scheme}://{rest.rpartition('@')[2]}"
     if not re.fullmatch(r"[a-z][a-z0-9+.-]*", scheme) or scheme == "memory":
         raise Rejected(
-            f"artifacts is {shown!r}: expected a folder, or one protocol that every process reaches by itself"
+            f"artifacts.at is {shown!r}: expected a folder, or one protocol that every process reaches by itself"
         )
     if ":" in rest.partition("/")[0].rpartition("@")[0]:
         raise Rejected(
-            f"artifacts is {shown!r} with a password, which would be seen in files and logs; take it out, and set "
+            f"artifacts.at is {shown!r} with a password, which would be seen in files and logs; take it out, and set "
             f"FSSPEC_{scheme.upper()}_PASSWORD in the environment of every process"
         )
 

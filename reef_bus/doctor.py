@@ -63,7 +63,7 @@ def examine(args: argparse.Namespace) -> list[Finding]:
     found = [_python(), *_extras(), _server_binary()]
     if local:
         found += [_space(folder), _guarded("fsync", lambda: _fsync(folder)), *_locks(folder)]
-    if config and config.artifacts:
+    if config and config.artifacts.at:
         found.append(_artifacts(config.artifact_root()))
     found.append(_guarded("ports", lambda: _ports(config)))
     if lost:

@@ -128,7 +128,7 @@ def fetching(config: Config) -> Fetch:
 def artifacts(config: Config) -> Path | str | None:
     """Where the artifact store is; None if it is a folder that is not on this machine."""
     root = config.artifact_root()
-    if not config.state_dir and not config.artifacts:
+    if not config.state_dir and not config.artifacts.at:
         return None
     return root if isinstance(root, str) or root.is_dir() else None
 

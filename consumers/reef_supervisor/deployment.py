@@ -15,7 +15,7 @@ import msgspec
 
 from consumers.reef_supervisor.role import Supervisor, prepare, watch
 from reef_bus.artifacts import ArtifactStore
-from reef_bus.config import Config, dump
+from reef_bus.config import Artifacts, Config, dump
 from reef_bus.core.effects import Me
 from reef_bus.core.world import World
 from reef_bus.embedded import Lock, NatsServer
@@ -86,7 +86,7 @@ async def deployment(
         stack.callback(lock.release)
         server = await _server(config, stack)
         config, path = _settle(config, server)
-        if config.artifacts:  # a URL that does not do is told here, once, and not by every component
+        if config.artifacts.at:  # a URL that does not do is told here, once, and not by every component
             await blocking(ArtifactStore(config.artifact_root()).probe)
         journal = await connect(config.nats.url, config.deployment, "reef-supervisor")
         stack.push_async_callback(journal.close)
@@ -127,14 +127,17 @@ def _settle(config: Config, server: NatsServer | None) -> tuple[Config, Path]:
         nats=nats,
         gateway=gateway,
         state_dir=str(Path(config.state_dir).resolve()),
-        artifacts=config.artifacts and str(_absolute(config.artifact_root())),
+        artifacts=_settled(config),
     )
     path.write_bytes(dump(config))
     return config, path
 
 
-def _absolute(root: Path | str) -> Path | str:
-    return root.resolve() if isinstance(root, Path) else root
+def _settled(config: Config) -> Artifacts:
+    """A folder in the state folder stays there wherever that is moved to; any other one is where it is from here."""
+    at = config.artifacts.at
+    folder = bool(at) and "://" not in at
+    return msgspec.structs.replace(config.artifacts, at=str(Path(at).resolve()) if folder else at)
 
 
 def _free_port(host: str, port: int) -> int:

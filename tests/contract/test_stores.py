@@ -336,12 +336,12 @@ def test_an_extra_that_is_missing_is_one_line_with_the_command(monkeypatch: pyte
 )
 def test_a_url_that_would_not_do_is_refused_without_showing_its_password(where: str, says: str) -> None:
     with pytest.raises(Rejected, match=says) as caught:
-        build("here", {"artifacts": where})
+        build("here", {"artifacts": {"at": where}})
     assert "secret" not in str(caught.value)
 
 
 def test_artifacts_lie_in_the_state_folder_unless_something_else_is_configured() -> None:
     assert build("here", {"state-dir": "/s"}).artifact_root() == Path("/s/artifacts")
-    assert build("here", {"state-dir": "/s", "artifacts": "/mnt/reef"}).artifact_root() == Path("/mnt/reef")
-    assert build("here", {"artifacts": "s3://reef/a"}).artifact_root() == "s3://reef/a"
+    assert build("here", {"state-dir": "/s", "artifacts": {"at": "/mnt/reef"}}).artifact_root() == Path("/mnt/reef")
+    assert build("here", {"artifacts": {"at": "s3://reef/a"}}).artifact_root() == "s3://reef/a"
     assert artifacts.folder_of("file:///mnt/reef") == Path("/mnt/reef")

@@ -17,7 +17,7 @@ from msgspec.structs import replace
 
 from reef_bus.artifacts import ArtifactStore
 from reef_bus.backends import Sample
-from reef_bus.config import Config, Nats, dump
+from reef_bus.config import Artifacts, Config, Nats, dump
 from reef_bus.embedded import NatsServer
 from reef_bus.events import Draft, Event, InferenceRecorded, JobDispatched, ReportReceived
 from reef_bus.jetstream import JetStreamJournal, connect
@@ -117,7 +117,7 @@ def with_server(
     try:
         server.start()
         (state / "run").mkdir(exist_ok=True)
-        config = Config(state_dir=str(state), artifacts=artifacts, nats=Nats(url=server.url))
+        config = Config(state_dir=str(state), artifacts=Artifacts(at=artifacts), nats=Nats(url=server.url))
         (state / "run" / "deployment.json").write_bytes(dump(config))
         return asyncio.run(run())
     finally:

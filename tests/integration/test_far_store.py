@@ -16,7 +16,7 @@ from consumers.reef_supervisor.deployment import deployment as started
 from reef_bus import cli_keep
 from reef_bus.artifacts import ArtifactStore, place
 from reef_bus.audit import read_export
-from reef_bus.config import Inference
+from reef_bus.config import Artifacts, Inference
 from reef_bus.errors import Rejected
 from reef_bus.events import ReceiverVerified, ReleaseCommitted, TargetPersisted
 from tests.e2e.live import CONFIG, Live, kill_at, live, recovered
@@ -87,7 +87,7 @@ def test_a_backup_and_a_restore_move_every_blob_and_name_a_damaged_one(
 def test_a_restore_may_name_another_place_for_the_blobs(state: Path, served: FtpServer, capsys: Capture) -> None:
     folder, new = state.parent / "backup", state.parent / "new"
     assert said(capsys, "backup", str(folder), "--state", str(state))[0] == 0
-    to = ["--set", f"artifacts={served.url}/other"]
+    to = ["--set", f"artifacts.at={served.url}/other"]
     code, _, err = said(capsys, "restore", str(folder), "--state", str(new), *to)
     assert code == 0, err
     assert place(served.folder / "other", digest("sha-of-c1")).read_bytes() == b"sha-of-c1"
@@ -131,7 +131,7 @@ async def test_a_deployment_whose_weights_move_through_it_survives_a_kill_of_eac
     """Trainer, engines and publisher as processes, which share nothing but the log and that server."""
     config = msgspec.structs.replace(
         CONFIG,
-        artifacts=f"{served.url}/live",
+        artifacts=Artifacts(at=f"{served.url}/live"),
         inference=Inference(accepts=("files",)),
         training=msgspec.structs.replace(CONFIG.training, offers=("files",)),
     )
@@ -155,7 +155,7 @@ async def test_a_url_that_does_not_do_is_told_before_anything_is_started(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "s3fs", None)
-    config = msgspec.structs.replace(CONFIG, state_dir=str(tmp_path), artifacts="s3://bucket/reef")
+    config = msgspec.structs.replace(CONFIG, state_dir=str(tmp_path), artifacts=Artifacts(at="s3://bucket/reef"))
     with pytest.raises(Rejected, match="artifacts at s3:// need another package: Install s3fs"):
         async with started(config):
             raise AssertionError("it came up")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import struct
 import sys
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -208,3 +209,17 @@ def test_a_checkpoint_may_be_published_as_it_is_and_overwritten_afterwards(tmp_p
         file.seek(-8, 2)
         file.write(b"\xff" * 8)
     assert describe(found) == describe(given())
+
+
+def test_no_tensor_is_copied_on_the_way_from_a_checkpoint_to_the_store_and_back_to_files(tmp_path: Path) -> None:
+    """32 MiB in two tensors; what Python allocates meanwhile is the files' headers, and hashes."""
+    arrays = {name: numpy.full(16 << 20, 7, dtype="uint8") for name in ("a", "b")}
+    safetensors.numpy.save_file(arrays, tmp_path / "model.safetensors")
+    store = ArtifactStore(tmp_path / "store")
+    tracemalloc.start()
+    _, manifest = save_weights(store, open_checkpoint(tmp_path))
+    files = write_checkpoint(tmp_path / "out", open_checkpoint(tmp_path), shard_bytes=16 << 20)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert describe(open_checkpoint(tmp_path / "out")) == manifest and len(files) == 3
+    assert peak < 1 << 20

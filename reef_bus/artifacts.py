@@ -111,6 +111,16 @@ class ArtifactStore:
             raise ContractError(f"{where} is damaged: its bytes hash to {found}; remove it and copy it there again")
         return data
 
+    def head(self, digest: str, nbytes: int) -> bytes:
+        """Its first bytes, by which kinds of blobs are told apart; nothing is compared. Raises as `get`."""
+        with self._reading(checked(digest)):
+            return self._shelf.head(digest, nbytes)
+
+    def remove(self, digest: str) -> bool:
+        """Whether it was there. Who is reading it may not get to its end; who comes later finds nothing."""
+        with self._writing():
+            return self._shelf.remove(checked(digest))
+
     def fetch(self, digest: str) -> Generator[int, None, Opened]:
         """Returns the blob's bytes, not compared, yielding how many as they arrive here; a folder's are here. Raises as
         its shelf."""

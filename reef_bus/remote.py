@@ -73,6 +73,21 @@ class Remote(Shelf):
                 self._adopt(draft, blob)
         return blob.digest
 
+    def remove(self, digest: str) -> bool:
+        key = self._key(digest)
+        if self._size(key) is None:
+            return False
+        try:
+            self._call(lambda fs: fs.rm_file(key))
+        except (Unavailable, FileNotFoundError):  # another one did; or an answer was lost
+            if self._size(key) is not None:
+                raise
+        return True
+
+    def head(self, digest: str, nbytes: int) -> bytes:
+        size = self._known(digest)
+        return self._range(digest, 0, min(nbytes, size))
+
     def open(self, digest: str) -> Generator[int, None, Opened]:
         """By way of a temporary file that has no name: the weights cross the network once, and are never whole in
         memory."""
@@ -101,17 +116,22 @@ class Remote(Shelf):
     # -- reading
 
     def _slices(self, digest: str) -> Iterator[bytes]:
-        key, at = self._key(digest), 0
-        size = self._size(key)
+        size = self._known(digest)
+        for begin in range(0, size, SLICE_BYTES):
+            yield self._range(digest, begin, min(begin + SLICE_BYTES, size))
+
+    def _range(self, digest: str, begin: int, end: int) -> bytes:
+        data: bytes = self._call(functools.partial(_range, self._key(digest), begin, end)) if begin < end else b""
+        if len(data) != end - begin:
+            raise Unavailable(f"found {len(data)} bytes at {begin}, expected {end - begin}")
+        return data
+
+    def _known(self, digest: str) -> int:
+        """The size of a blob that has to be there."""
+        size = self._size(self._key(digest))
         if size is None:
             raise FileNotFoundError(errno.ENOENT, "nothing is there", self.where(digest))
-        while at < size:
-            begin, end = at, min(at + SLICE_BYTES, size)
-            data: bytes = self._call(functools.partial(_range, key, begin, end))
-            if len(data) != end - begin:
-                raise Unavailable(f"found {len(data)} bytes at {begin}, expected {end - begin}")
-            at = end
-            yield data
+        return size
 
     def _size(self, key: str) -> int | None:
         """None for what is not there. Never from a listing that was kept: others write here, too."""

@@ -65,6 +65,14 @@ class Shelf(ABC):
         """Put the file's bytes in the place of the blob `digest`, if they hash to it. Returns what they hash to."""
 
     @abstractmethod
+    def remove(self, digest: str) -> bool:
+        """Whether it was there. Who has it open in a folder reads it to its end; who comes later finds nothing."""
+
+    @abstractmethod
+    def head(self, digest: str, nbytes: int) -> bytes:
+        """The blob's first bytes, not compared: as many, or all that it has."""
+
+    @abstractmethod
     def open(self, digest: str) -> Generator[int, None, Opened]:
         """Returns the blob's bytes, not compared with their name; yields those that had to be brought here first."""
 
@@ -116,6 +124,15 @@ class Folder(Shelf):
             return found
         finally:
             draft.unlink(missing_ok=True)
+
+    def remove(self, digest: str) -> bool:
+        found = self.has(digest)
+        self.path(digest).unlink(missing_ok=True)
+        return found
+
+    def head(self, digest: str, nbytes: int) -> bytes:
+        with open(self.path(digest), "rb") as file:
+            return file.read(nbytes)
 
     def open(self, digest: str) -> Generator[int, None, Opened]:
         yield from ()

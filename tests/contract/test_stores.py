@@ -172,6 +172,21 @@ def test_a_blob_is_mended_from_a_file_and_other_bytes_are_never_taken(place: Pla
     assert place.files() == [place.file(blob)]
 
 
+def test_the_first_bytes_are_had_without_the_others(place: Place) -> None:
+    blob, empty = place.store.put(b"reef" * (8 << 20)), place.store.put(b"")
+    assert [place.store.head(blob.digest, n) for n in (0, 6)] == [b"", b"reefre"]
+    assert place.store.head(place.store.put(b"reef").digest, 6) == b"reef" and place.store.head(empty.digest, 6) == b""
+    with pytest.raises(ContractError, match=f"no blob at .*{MISSING}"):
+        place.store.head(MISSING, 6)
+
+
+def test_what_is_removed_is_gone_for_everybody(place: Place) -> None:
+    blob, other = place.store.put(b"reef"), ArtifactStore(place.root)
+    assert other.remove(blob.digest) is True and not place.store.has(blob.digest)
+    assert other.remove(blob.digest) is False and place.files() == []
+    assert place.store.get(place.store.put(b"reef").digest) == b"reef"
+
+
 def test_weights_come_back_byte_for_byte(place: Place) -> None:
     blob, manifest = save_weights(place.store, pieces(7, BIG))
     assert describe(read_weights(ArtifactStore(place.root), blob.digest, manifest)) == manifest

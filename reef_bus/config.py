@@ -6,6 +6,7 @@ Knows: names, defaults and what contradicts what. Must not know: how anything is
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -89,6 +90,12 @@ class Publication(Part, frozen=True, kw_only=True):
     deadlines: Deadlines = Deadlines()
 
 
+class Artifacts(Part, frozen=True, kw_only=True):
+    """The artifact store, `at` a folder, or a URL that fsspec reaches; empty: `artifacts` in the state folder."""
+
+    at: str = ""
+
+
 class Metrics(Part, frozen=True, kw_only=True):
     """Prometheus. Components listen from `port` on, one port each, in the order in which they are started, then the
     supervisor, and after it a trainer that is attached; 0: nobody does."""
@@ -110,6 +117,7 @@ class Config(Part, frozen=True, kw_only=True):
     inference: Inference = Inference()
     training: Training = Training()
     publication: Publication = Publication()
+    artifacts: Artifacts = Artifacts()
     supervision: Restarts = Restarts()
     metrics: Metrics = Metrics()
 
@@ -118,6 +126,11 @@ class Config(Part, frozen=True, kw_only=True):
         path = Path(self.state_dir, *parts)
         path.mkdir(parents=True, exist_ok=True)
         return path
+
+    def artifact_root(self) -> Path | str:
+        """Where blobs lie: a folder, which need not exist yet, or a URL."""
+        at = self.artifacts.at
+        return at if "://" in at else Path(at or Path(self.state_dir, "artifacts"))
 
     def publishers(self) -> list[str]:
         """Component ids; the first acts at once, the others are its standbys."""
@@ -213,6 +226,7 @@ def check(config: Config) -> Config:
     if config.schema_version != SCHEMA_VERSION:
         raise Rejected(f"schema-version is {config.schema_version}, this version reads {SCHEMA_VERSION}")
     check_name("deployment", config.deployment)
+    _check_artifacts(config.artifacts.at)
     for engine in config.inference.engines:
         check_name("engine", engine)
         if engine in (*RESERVED, *config.publishers()):
@@ -248,6 +262,23 @@ def check(config: Config) -> Config:
     if config.training.backend not in ("torch", ATTACHED):
         raise Rejected(f"training.backend is {config.training.backend!r}; this version has: torch, {ATTACHED}")
     return config
+
+
+def _check_artifacts(where: str) -> None:
+    """A URL is written to files and logs, and means the same store to every process."""
+    scheme, sign, rest = where.partition("://")
+    if not sign:
+        return
+    shown = f"{scheme}://{rest.rpartition('@')[2]}"
+    if not re.fullmatch(r"[a-z][a-z0-9+.-]*", scheme) or scheme == "memory":
+        raise Rejected(
+            f"artifacts.at is {shown!r}: expected a folder, or one protocol that every process reaches by itself"
+        )
+    if ":" in rest.partition("/")[0].rpartition("@")[0]:
+        raise Rejected(
+            f"artifacts.at is {shown!r} with a password, which would be seen in files and logs; take it out, and set "
+            f"FSSPEC_{scheme.upper()}_PASSWORD in the environment of every process"
+        )
 
 
 def dump(config: Config) -> bytes:

@@ -19,7 +19,8 @@ from reef_bus.topology import DUPLICATE_WINDOW_S, check_name
 SCHEMA_VERSION = 1
 STANDBY_S = 0.25
 MAX_PUBLISHERS = 16  # they only append: more than a few add nothing but conflicts
-TRANSPORTS = ("tcp", "torch", "shm", "files")  # shm is not among the defaults: engines on other hosts could not use it
+TRANSPORTS = ("tcp", "torch", "ucx", "shm", "files")
+"""Not among the defaults: ucx and torch need more than is installed, shm serves no engine on another host."""
 ATTACHED = "attached"
 RESERVED = ("trainer", "publisher", "gateway", "supervisor", "nats")
 

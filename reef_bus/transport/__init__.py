@@ -104,7 +104,8 @@ def transports(store: ArtifactStore, host: str = "127.0.0.1", stall_s: float = S
     from reef_bus.transport.shm import ShmTransport
     from reef_bus.transport.tcp import TcpTransport
     from reef_bus.transport.torch_group import TorchTransport
+    from reef_bus.transport.ucx import UcxTransport
 
-    own = (TcpTransport(host, stall_s), TorchTransport(host, stall_s), ShmTransport(stall_s))
-    known = (*own, FilesTransport(store))
+    afar = (TcpTransport(host, stall_s), TorchTransport(host, stall_s), UcxTransport(host, stall_s))
+    known = (*afar, ShmTransport(stall_s), FilesTransport(store))
     return {transport.name: transport for transport in known}

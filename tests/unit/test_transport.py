@@ -26,6 +26,7 @@ from tests.transfers import (
     hear,
     message,
     offered,
+    params,
     pieces,
     receive,
     run,
@@ -35,7 +36,7 @@ from tests.transfers import (
 )
 
 
-@pytest.fixture(params=DOORS)
+@pytest.fixture(params=params(DOORS))
 def transport(request: pytest.FixtureRequest, tmp_path: Path) -> Transport:
     return transports(ArtifactStore(tmp_path), stall_s=0.2)[request.param]
 

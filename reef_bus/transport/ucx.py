@@ -196,7 +196,9 @@ class _Lane:
         await asyncio.wait({operation, self._gone}, return_when=asyncio.FIRST_COMPLETED)
         if not operation.done():
             raise TransferError("closed", "the peer closed in the middle")
-        return operation.result()
+        result = operation.result()
+        await self._link.moved(0)  # each step is progress: many lanes that open at once take each other's time
+        return result
 
     async def close(self) -> None:
         """Nothing reaches memory through this lane any more. To the end, however often the caller is cancelled."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import functools
 import importlib
 import os
@@ -40,6 +41,8 @@ TURN_MS = 20
 """How long the thread waits for the network before it looks whether it is still wanted."""
 CLOSE_NS = 10**9
 """For an endpoint to close; ucxx' own 10 s are longer than any grace."""
+CLOSE_TURNS = 1000
+"""Of a millisecond at most, until what was under way is cancelled; it took one when it was tried."""
 OURS = {
     # Shared memory aside: UCX picks none for a peer that it reached by address, and cma would let a sender that was
     # stopped write into this process after its attempt has ended.
@@ -57,7 +60,7 @@ PROCESS = {
     "UCX_WARN_UNUSED_ENV_VARS": "n",  # ucxx itself sets one that UCX does not use without CUDA
 }
 """The same, for what UCX reads only when it is loaded."""
-INSTALL = "pip install --no-deps ucxx-cu12==0.52.0 libucxx-cu12==0.52.0 libucx-cu12==1.21.0"
+INSTALL = "pip install 'reef-bus[ucx]'"
 
 
 class UcxTransport(Transport):
@@ -261,7 +264,7 @@ class _Lane:
         """The oldest one under way. Then until the loop knows: where that stands still, no more than a window moves."""
         self._until(lambda: self._under_way[0][0].completed)
         self._under_way[0][0].check_error()
-        _, count = self._under_way.popleft()
+        count = self._under_way.popleft()[1]
         asyncio.run_coroutine_threadsafe(_told(moved, count), self._loop).result()
 
     def _until(self, ready: Callable[[], bool]) -> None:
@@ -276,6 +279,10 @@ class _Lane:
         if self._endpoint is not None:
             self._endpoint.close_blocking(CLOSE_NS, 1)
             self._endpoint.remove_close_callback()
+            for _ in range(CLOSE_TURNS):
+                if not _cancelling()(self._endpoint.ucxx_ptr):
+                    break
+                self._worker.progress_worker_event(1)
         self._under_way.clear()
         self._listener = self._endpoint = self._worker = None
 
@@ -310,6 +317,16 @@ def _ucxx() -> Any:
         for name, value in PROCESS.items():
             os.environ.setdefault(name, value)
         importlib.import_module("libucx").load_library()  # ucxx finds it by itself only where its CUDA parts are, too
+        _cancelling()
         return importlib.import_module("ucxx._lib.libucxx")
-    except (ImportError, OSError) as error:
-        raise TransferError("refused", f"ucx needs UCX and ucxx here: {INSTALL}; or use tcp ({error})") from error
+    except (ImportError, OSError, AttributeError) as error:
+        raise TransferError("refused", f"ucx needs ucxx 0.52 here: {INSTALL}; or use tcp ({error})") from error
+
+
+@functools.cache
+def _cancelling() -> Any:
+    """How many requests of an endpoint are being cancelled. ucxx drops those that are over only when it is asked, and its
+    Python cannot ask: each transfer that ended in the middle then kept its worker, and 10 descriptors, for ever."""
+    count = importlib.import_module("libucxx").load_library()["_ZNK4ucxx8Endpoint16getCancelingSizeEv"]
+    count.argtypes, count.restype = (ctypes.c_void_p,), ctypes.c_size_t
+    return count

@@ -34,8 +34,7 @@ AHEAD = ("ucx",)
 
 
 class Ended(msgspec.Struct, frozen=True):
-    """`right`: every byte that had arrived is the version's, and none was written beyond; but AHEAD of it, the version's
-    may be."""
+    """`right`: every byte that had arrived is the version's, and none was written beyond (AHEAD: none of another)."""
 
     cause: str
     right: bool

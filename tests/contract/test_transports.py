@@ -132,7 +132,7 @@ def transport(name: str, store: ArtifactStore) -> Transport:
 
 
 def stall_s(name: str) -> float:
-    """To make a process group, or UCX's devices and connections, takes a while on a machine that is busy with other tests."""
+    """To make a process group, or a worker of UCX, takes a while on a machine that is busy with other tests."""
     return 1.5 if name in ("torch", "ucx") else STALL_S
 
 

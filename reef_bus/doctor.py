@@ -35,6 +35,7 @@ EXTRAS: Mapping[str, tuple[str, ...]] = {
     "serve": ("aiohttp", "prometheus_client", "yaml"),
     "weights": ("xxhash", "safetensors"),
     "torch": ("torch", "numpy"),
+    "ucx": ("ucxx", "libucx", "numpy"),
     "demo": ("rich", "psutil"),
 }
 CLIENT = "2.16.0"  # of nats-py: what the journal was measured on
@@ -111,7 +112,7 @@ def _extras() -> Iterable[Finding]:
 
 
 def _version(module: str) -> str:
-    names = {"yaml": "pyyaml"}
+    names = {"yaml": "pyyaml", "ucxx": "ucxx-cu12", "libucx": "libucx-cu12"}
     with contextlib.suppress(metadata.PackageNotFoundError):
         return f"{module} {metadata.version(names.get(module, module))}"
     return module

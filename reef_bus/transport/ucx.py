@@ -15,6 +15,7 @@ import contextlib
 import ctypes
 import functools
 import importlib
+import importlib.util
 import os
 import secrets
 import socket
@@ -72,6 +73,9 @@ class UcxTransport(Transport):
     def __init__(self, host: str = "127.0.0.1", stall_s: float = STALL_S) -> None:
         self._host, self._stall_s = host, stall_s
         self._context: Any = None  # kept: it knows the devices, and what memory was registered with them
+
+    def lacks(self) -> str:
+        return "" if all(map(importlib.util.find_spec, ("libucx", "libucxx", "ucxx"))) else INSTALL
 
     async def offer(self, manifest: Manifest, source: Pieces, *, publication: str, attempt: int) -> Offer:
         require_fit(manifest, source)
@@ -325,8 +329,8 @@ def _ucxx() -> Any:
 
 @functools.cache
 def _cancelling() -> Any:
-    """How many requests of an endpoint are being cancelled. ucxx drops those that are over only when it is asked, and its
-    Python cannot ask: each transfer that ended in the middle then kept its worker, and 10 descriptors, for ever."""
+    """How many requests of an endpoint are being cancelled. ucxx drops those that are over only when it is asked, and
+    its Python cannot ask: each transfer that ended in the middle then kept its worker, and 10 descriptors, for ever."""
     count = importlib.import_module("libucxx").load_library()["_ZNK4ucxx8Endpoint16getCancelingSizeEv"]
     count.argtypes, count.restype = (ctypes.c_void_p,), ctypes.c_size_t
     return count

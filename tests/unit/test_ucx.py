@@ -14,9 +14,10 @@ import msgspec
 import pytest
 
 from reef_bus.artifacts import ArtifactStore
-from reef_bus.errors import TransferError
+from reef_bus.config import load
+from reef_bus.errors import Rejected, TransferError
 from reef_bus.manifest import describe
-from reef_bus.transport import Ticket
+from reef_bus.transport import Ticket, transports
 from reef_bus.transport import ucx as module
 from reef_bus.transport.ucx import UcxTransport
 from tests.contract.peer import VERSION, peer
@@ -179,7 +180,9 @@ def test_a_stranger_at_the_listener_gets_nothing(ucx: UcxTransport, monkeypatch:
 # What it needs.
 
 
-def test_without_ucxx_the_refusal_names_the_line_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_ucxx_the_refusal_names_the_line_that_installs_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def story() -> None:
         module._ucxx.cache_clear()
         monkeypatch.setitem(sys.modules, "libucx", None)
@@ -189,9 +192,17 @@ def test_without_ucxx_the_refusal_names_the_line_that_installs_it(monkeypatch: p
         assert "pip install 'reef-bus[ucx]'" in await fails("refused", offer)
         taken = receive(transport, Ticket("ucx", "127.0.0.1:9", "token"), describe(source), pieces(0))
         assert "pip install 'reef-bus[ucx]'" in await fails("refused", taken)
+        with pytest.raises(Rejected, match=r"transport ucx lacks .*pip install 'reef-bus\[ucx\]'"):
+            transports(ArtifactStore(tmp_path), use=("tcp", "ucx"))
+        assert "ucx" in transports(ArtifactStore(tmp_path), use=("tcp", "files"))  # who does not use it is not bothered
 
     run(story())
     module._ucxx.cache_clear()
+
+
+def test_the_example_prefers_ucx_and_can_do_without() -> None:
+    config = load(ROOT / "deploy" / "examples" / "ucx.yaml", [])
+    assert config.training.offers == config.inference.accepts == ("ucx", "tcp", "files")
 
 
 def test_a_sender_on_ipv6_is_refused() -> None:

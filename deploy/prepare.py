@@ -129,8 +129,8 @@ def install_packages(extras: Iterable[str]) -> None:
 
 
 def install_ucx() -> None:
-    """So that its transport is tested for real, on machines without a GPU too. Not as the extra, whose 350 MB are mostly
-    for GPUs: without what it declares, which pip can leave out only package by package."""
+    """So that its transport is tested for real, on machines without a GPU too. Not as the extra: its 350 MB are
+    mostly for GPUs. So without what it declares, which pip can leave out only package by package."""
     if sys.platform == "linux" and platform.libc_ver()[0] == "glibc" and platform.machine() in ("x86_64", "aarch64"):
         pip("install", "--no-deps", *(f"{name}=={pinned(name)}" for name in UCX))
     else:

@@ -101,7 +101,11 @@ def transfer_errors(about: str) -> Iterator[None]:
 
 
 def transports(
-    store: ArtifactStore, host: str = "127.0.0.1", stall_s: float = STALL_S, use: Sequence[str] = ()
+    store: ArtifactStore,
+    host: str = "127.0.0.1",
+    stall_s: float = STALL_S,
+    use: Sequence[str] = (),
+    torch_device: str = "cpu",
 ) -> dict[str, Transport]:
     """The transports of this build, by name. `host` is an address of this machine that receivers can reach,
     `stall_s` the sender's own progress deadline. Raises Rejected for one of `use` that cannot work here: at the start
@@ -113,7 +117,7 @@ def transports(
     from reef_bus.transport.torch_group import TorchTransport
     from reef_bus.transport.ucx import UcxTransport
 
-    afar = (TcpTransport(host, stall_s), TorchTransport(host, stall_s), UcxTransport(host, stall_s))
+    afar = (TcpTransport(host, stall_s), TorchTransport(host, stall_s, torch_device), UcxTransport(host, stall_s))
     known = (*afar, ShmTransport(stall_s), FilesTransport(store))
     for transport in known:
         if transport.name in use and (line := transport.lacks()):

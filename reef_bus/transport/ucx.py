@@ -22,7 +22,6 @@ import socket
 import threading
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from xxhash import xxh3_64_intdigest
@@ -31,6 +30,7 @@ from reef_bus.backends import Pieces
 from reef_bus.errors import TransferError
 from reef_bus.manifest import Manifest, require_fit
 from reef_bus.transport import STALL_S, Offer, Ticket, Transport, transfer_errors
+from reef_bus.transport.beside import Beside
 from reef_bus.transport.door import Answer, Door, Hello, Link
 from reef_bus.transport.held import Held
 from reef_bus.transport.tcp import address_of, family, host_port, listening
@@ -184,12 +184,12 @@ class _Lane:
     two threads one would hold its lock while it waits for the other's. Its methods are jobs for `done`."""
 
     def __init__(self, context: Any, link: Link, token: str) -> None:
-        self._context, self._link = context, link
+        self._context = context
         self._tag = xxh3_64_intdigest(token.encode())  # whoever else finds the port gets nothing
         self._loop = asyncio.get_running_loop()
-        self._thread = ThreadPoolExecutor(1, "reef-ucx")
+        self._beside = Beside(link, "reef-ucx")
+        self._beside.watch()
         self._left = threading.Event()
-        self._gone = asyncio.create_task(self._loop.sock_recv(link.sock, 1))
         self._worker: Any = None
         self._listener: Any = None
         self._endpoint: Any = None
@@ -199,25 +199,18 @@ class _Lane:
 
     async def done(self, job: Callable[..., Any], *args: Any) -> Any:
         """Its result, unless the peer ends before. Raises TransferError."""
-        operation = self._start(job, *args)
-        await asyncio.wait({operation, self._gone}, return_when=asyncio.FIRST_COMPLETED)
-        if not operation.done():
-            raise TransferError("closed", "the peer closed in the middle")
-        result = operation.result()
-        await self._link.moved(0)  # each step is progress: many lanes that open at once take each other's time
-        return result
+        return await self._beside.done(self._beside.start(_translated, job, *args))
 
     async def close(self) -> None:
         """Nothing reaches memory through this lane any more. To the end, however often the caller is cancelled."""
         self._left.set()
-        self._gone.cancel()
-        ended, cancelled = self._start(self._end), None
+        ended, cancelled = self._beside.start(self._end), None
         while not ended.done():
             try:
                 await asyncio.wait({ended})
             except asyncio.CancelledError as error:
                 cancelled = error
-        self._thread.shutdown(wait=False)
+        await self._beside.close()
         if cancelled:
             raise cancelled
 
@@ -243,11 +236,6 @@ class _Lane:
     def linger(self) -> None:
         """UCX's last words to the peer may not have left yet."""
         self._until(lambda: False)
-
-    def _start(self, job: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:
-        future = self._loop.run_in_executor(self._thread, _translated, job, *args)
-        future.add_done_callback(lambda done: done.cancelled() or done.exception())  # seen, also if nobody waits
-        return future
 
     def _new_worker(self) -> Any:
         self._worker = _ucxx().UCXWorker(self._context)
@@ -280,15 +268,20 @@ class _Lane:
             self._worker.progress_worker_event(TURN_MS)
 
     def _end(self) -> None:
-        if self._endpoint is not None:
-            self._endpoint.close_blocking(CLOSE_NS, 1)
-            self._endpoint.remove_close_callback()
-            for _ in range(CLOSE_TURNS):
-                if not _cancelling()(self._endpoint.ucxx_ptr):
-                    break
-                self._worker.progress_worker_event(1)
-        self._under_way.clear()
-        self._listener = self._endpoint = self._worker = None
+        try:
+            if self._endpoint is not None:
+                self._disconnect()
+        finally:
+            self._under_way.clear()
+            self._listener = self._endpoint = self._worker = None
+
+    def _disconnect(self) -> None:
+        self._endpoint.close_blocking(CLOSE_NS, 1)
+        self._endpoint.remove_close_callback()
+        for _ in range(CLOSE_TURNS):
+            if not _cancelling()(self._endpoint.ucxx_ptr):
+                return
+            self._worker.progress_worker_event(1)
 
 
 async def _told(moved: Callable[[int], Awaitable[None]], count: int) -> None:

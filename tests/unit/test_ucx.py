@@ -30,7 +30,7 @@ needs_ucxx = pytest.mark.usefixtures("ucx")
 
 @pytest.fixture(params=params(("ucx",)))
 def ucx(request: pytest.FixtureRequest) -> UcxTransport:
-    return UcxTransport(stall_s=2.0)
+    return UcxTransport(stall_s=5.0)
 
 
 def descriptors() -> int:

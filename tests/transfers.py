@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import importlib.util
 import os
 import secrets
@@ -21,6 +22,8 @@ from reef_bus.backends import Piece, Pieces
 from reef_bus.errors import TransferError
 from reef_bus.manifest import Manifest, describe
 from reef_bus.transport import Offer, Ticket, Transport
+from reef_bus.transport.torch_group import TorchTransport
+from reef_bus.transport.ucx import UcxTransport
 
 PUBLICATION = "p1"
 BIG = 40 << 20  # three buckets, and more than the buffers of loopback hold: a transfer can be caught in the middle
@@ -93,6 +96,13 @@ async def still(target: Pieces) -> None:
     held = describe(target)
     await asyncio.sleep(0.05)
     assert describe(target) == held
+
+
+@functools.cache
+def loaded(name: str) -> None:
+    """What a transport loads when it is first used takes seconds, which are no part of any deadline."""
+    if kind := {"torch": TorchTransport, "ucx": UcxTransport}.get(name):
+        run(works(kind()))
 
 
 def dead(name: str) -> Ticket:

@@ -35,6 +35,7 @@ from tests.transfers import (
     dead,
     fails,
     hear,
+    loaded,
     message,
     offered,
     params,
@@ -128,6 +129,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> ArtifactStore:
 
 @pytest.fixture
 def transport(name: str, store: ArtifactStore) -> Transport:
+    loaded(name)
     return transports(store, stall_s=stall_s(name))[name]
 
 

@@ -24,6 +24,7 @@ from tests.transfers import (
     PUBLICATION,
     fails,
     hear,
+    loaded,
     message,
     offered,
     params,
@@ -38,6 +39,7 @@ from tests.transfers import (
 
 @pytest.fixture(params=params(DOORS))
 def transport(request: pytest.FixtureRequest, tmp_path: Path) -> Transport:
+    loaded(request.param)
     return transports(ArtifactStore(tmp_path), stall_s=0.2)[request.param]
 
 

@@ -20,7 +20,8 @@ from reef_bus.topology import DUPLICATE_WINDOW_S, check_name
 SCHEMA_VERSION = 1
 STANDBY_S = 0.25
 MAX_PUBLISHERS = 16  # they only append: more than a few add nothing but conflicts
-TRANSPORTS = ("tcp", "torch", "shm", "files")  # shm is not among the defaults: engines on other hosts could not use it
+TRANSPORTS = ("tcp", "torch", "ucx", "shm", "files")
+"""Not among the defaults: ucx and torch need more than is installed, shm serves no engine on another host."""
 ATTACHED = "attached"
 RESERVED = ("trainer", "publisher", "gateway", "supervisor", "nats")
 
@@ -80,11 +81,13 @@ class Training(Part, frozen=True, kw_only=True):
 class Publication(Part, frozen=True, kw_only=True):
     """How releases are published: `every` candidate in its turn, or the `latest`; by how many `publishers`. In mode
     `fenced` engines stop for the transfer; in mode `staged` they receive beside what they serve, and stop to swap.
-    `transport`: the only one to be used; empty: the first that the trainer offers and every engine accepts."""
+    `transport`: the only one to be used; empty: the first that the trainer offers and every engine accepts.
+    `torch_device`: where groups of transport `torch` are, `cpu` (gloo) or `cuda` (NCCL, each end on its own GPU)."""
 
     publishers: int = 2
     publish: str = "every"
     transport: str = ""
+    torch_device: str = "cpu"
     mode: str = "fenced"
     pause: str = "drain"
     deadlines: Deadlines = Deadlines()
@@ -251,6 +254,8 @@ def check(config: Config) -> Config:
         )
     if config.publication.publish not in ("every", "latest"):
         raise Rejected(f"publication.publish is {config.publication.publish!r}; expected every or latest")
+    if config.publication.torch_device not in ("cpu", "cuda"):
+        raise Rejected(f"publication.torch-device is {config.publication.torch_device!r}; expected cpu or cuda")
     if config.publication.mode not in ("fenced", "staged"):
         raise Rejected(f"publication.mode is {config.publication.mode!r}; expected fenced or staged")
     if not 1 <= config.publication.publishers <= MAX_PUBLISHERS:

@@ -36,6 +36,7 @@ EXTRAS: Mapping[str, tuple[str, ...]] = {
     "weights": ("xxhash", "safetensors"),
     "remote": ("fsspec",),
     "torch": ("torch", "numpy"),
+    "ucx": ("ucxx", "libucx", "numpy"),
     "demo": ("rich", "psutil"),
 }
 CLIENT = "2.16.0"  # of nats-py: what the journal was measured on
@@ -114,7 +115,7 @@ def _extras() -> Iterable[Finding]:
 
 
 def _version(module: str) -> str:
-    names = {"yaml": "pyyaml"}
+    names = {"yaml": "pyyaml", "ucxx": "ucxx-cu12", "libucx": "libucx-cu12"}
     with contextlib.suppress(metadata.PackageNotFoundError):
         return f"{module} {metadata.version(names.get(module, module))}"
     return module

@@ -35,6 +35,7 @@ def rows(runs: int, events: int, folder: Path, rates: machine.Rates) -> dict[str
         "large": partial(serving.large, runs, folder),
         "fenced": partial(serving.fenced, runs, folder),
         "staged": partial(serving.staged, runs, folder),
+        "decisions": partial(growth.decisions, runs, folder),
         "growth": partial(growth.growth, runs, events, folder),
     }
 
@@ -76,7 +77,9 @@ def main() -> int:
         "--only", choices=NAMES, nargs="+", default=list(NAMES), help="rows to measure; all else is left out"
     )
     parser.add_argument("--runs", type=int, default=30, help="of what takes milliseconds; the rest says its count")
-    parser.add_argument("--events", type=int, default=1_000_000, help="up to which the log grows (1000 or more)")
+    parser.add_argument(
+        "--events", type=int, default=100_000, help="up to which a server's log grows; 1000000 takes minutes more"
+    )
     parser.add_argument("--json", action="store_true", help="the whole result instead of a table")
     args = parser.parse_args()
     BUILD.mkdir(parents=True, exist_ok=True)

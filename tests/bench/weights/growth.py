@@ -40,6 +40,7 @@ LENGTHS = [1 << 16] * 16
 ENGINE = "engine-0"
 TICK = "0001-01-01T00:00:00Z"  # for display only
 WINDOW = 2_000
+BEGIN, EACH = 5, 10  # events before the first release, and of every one
 SHM = Path("/dev/shm")
 
 
@@ -73,19 +74,26 @@ class History:
 
     def _told(self) -> Iterator[Event]:
         digest = self.same["manifest"]
-        yield from (facts.opened(), facts.trainer_joined(), replace(facts.registered(), **self.same))
+        yield from (facts.opened(), facts.trainer_joined(), self._same(facts.registered()))
         yield from (facts.joined(ENGINE), facts.holds(ENGINE, 0, "base", digest))  # type: ignore[arg-type]
         base, number = "base", 0
         while True:
             number += 1
             candidate = f"c{number}"
             for event in (*facts.trained(candidate, base, number), *facts.released(number, candidate, facts.m(ENGINE))):
-                yield replace(event, **{k: v for k, v in self.same.items() if hasattr(event, k)})  # type: ignore[type-var]
+                yield self._same(event)
             base = candidate
 
+    def _same(self, event: Event) -> Event:
+        return replace(event, **{name: value for name, value in self.same.items() if hasattr(event, name)})
+
+    def whole(self) -> bool:
+        """Whether the last release is committed."""
+        return (self.seq - BEGIN) % EACH == 0
+
     def release(self) -> list[Recorded]:
-        """The next one in whole; call it only between two."""
-        return [self.next() for _ in range(10)]
+        """The next one; call it only between two."""
+        return [self.next() for _ in range(EACH)]
 
 
 def draft_of(recorded: Recorded) -> Draft:
@@ -115,8 +123,6 @@ class Writer:
 
     def __init__(self, folder: Path, history: History) -> None:
         self.server, self.history = NatsServer(folder / "nats"), history
-        self.world = World()
-        self.aside: list[Recorded] = []  # folded, and not sent yet
 
     async def grow(self, size: int, where: Path) -> None:
         """Write on until there are about so many events, between two releases, and copy the store."""
@@ -124,12 +130,8 @@ class Writer:
         journal = await connect(self.server.url, "bench", "bench")
         if not self.history.seq:
             await journal.apply(1)
-        for recorded in self.aside:
-            await self._send(journal, recorded)
-        while self.history.seq < size or (self.history.seq - 5) % 10:
-            recorded = self.history.next()
-            fold(self.world, recorded)
-            await self._send(journal, recorded)
+        while self.history.seq < size or not self.history.whole():
+            await self._send(journal, self.history.next())
             if not self.history.seq % WINDOW:
                 await self._stored(journal)
         await self._stored(journal)
@@ -146,38 +148,41 @@ class Writer:
 
     async def _stored(self, journal: JetStreamJournal) -> None:
         await journal.client.flush()
-        while await journal.head(LOG) < self.history.seq:
+        while await journal.head(LOG) < self.history.seq:  # noqa: ASYNC110 - nobody says when it has all
             await asyncio.sleep(0.01)
 
 
+def written(folder: Path) -> History:
+    """A history whose blobs are in a store in the folder."""
+    store = ArtifactStore(folder / "artifacts")
+    batch = Batch(job="j", step=0, base="base", seed=0, samples=(), records=(), floor=0, taken=())
+    return History(*save_weights(store, copied(tensors(LENGTHS))), store.put(encode_batch(batch)))
+
+
+def decisions(runs: int, folder: Path) -> Iterator[Row]:
+    found: dict[int, list[float]] = {}
+    world, history = World(), written(folder)
+    for size in SIZES:
+        while history.seq < size or not history.whole():
+            fold(world, history.next())
+        found[size] = [decided_ms(world, history.release()) for _ in range(runs)]
+    yield _row("publish cost, fold and decisions of all roles, one release", found)
+
+
 def growth(runs: int, events: int, folder: Path) -> Iterator[Row]:
-    decided: dict[int, list[float]] = {}
-    published: dict[int, list[float]] = {}
+    found: dict[int, list[float]] = {}
     with tempfile.TemporaryDirectory(dir=SHM, prefix="reef-bench-") as fast:
-        store = ArtifactStore(Path(fast, "artifacts"))
-        batch = store.put(
-            encode_batch(Batch(job="j", step=0, base="base", seed=0, samples=(), records=(), floor=0, taken=()))
-        )
-        writer = Writer(Path(fast), History(*save_weights(store, copied(tensors(LENGTHS))), batch))
+        writer = Writer(Path(fast), written(Path(fast)))
         for size in [each for each in SIZES if each <= events]:
             with tempfile.TemporaryDirectory(dir=folder) as own:
                 began = time.monotonic()
                 asyncio.run(writer.grow(size, Path(own)))
-                written = time.monotonic() - began
-                published[size] = through(Path(own), Path(fast), runs)
+                grown = time.monotonic() - began
+                found[size] = through(Path(own), Path(fast), runs)
                 took = time.monotonic() - began
-            decided[size] = aside(writer, runs)
-            print(f"   {size} events: written in {written:.0f} s, all in {took:.0f} s", file=sys.stderr, flush=True)
+            print(f"   {size} events: written in {grown:.0f} s, all in {took:.0f} s", file=sys.stderr, flush=True)
         writer.server.stop()
-    yield _row("publish cost, fold and decisions of all roles, one release", decided)
-    yield _row("publish cost, publish → serving through a server that holds the log, 1 MiB, 1 engine", published)
-
-
-def aside(writer: Writer, runs: int) -> list[float]:
-    """On the world as it is, with the events that follow; the server gets them when it grows."""
-    releases = [writer.history.release() for _ in range(runs)]
-    writer.aside = [recorded for release in releases for recorded in release]
-    return [decided_ms(writer.world, release) for release in releases]
+    yield _row("publish cost, publish → serving through a server that holds the log, 1 MiB, 1 engine", found)
 
 
 def through(folder: Path, artifacts: Path, runs: int) -> list[float]:

@@ -31,7 +31,7 @@ from reef_bus.backends import Completion, InferenceBackend, Pieces, Prompt
 from reef_bus.config import Config, Inference, Nats, Publication, Training
 from reef_bus.core.effects import Me
 from reef_bus.embedded import NatsServer
-from reef_bus.events import EngineStaged, Recorded, ReceiverVerified
+from reef_bus.events import EngineStaged, ReceiverVerified, Recorded
 from reef_bus.jetstream import JetStreamJournal, connect
 from reef_bus.journal import Journal
 from reef_bus.runner import Role

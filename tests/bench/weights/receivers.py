@@ -161,7 +161,7 @@ class Receiver:
 
 
 async def _mapped(transport: Any, ticket: Ticket, manifest: Manifest, target: Pieces) -> tuple[float, bool]:
-    """The handshake of `receive`, and then no copy: when the mapping was there, and whether it hashes to the manifest."""
+    """The handshake of `receive`, and no copy: when the mapping was there, and whether it hashes to the manifest."""
     assert isinstance(transport, ShmTransport)
     hello, stall_s = Hello(ticket.token, "bench", 1, manifest.digest), 60.0
     with socket.socket(socket.AF_UNIX) as sock:

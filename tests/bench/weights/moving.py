@@ -26,7 +26,7 @@ from reef_bus.manifest import describe
 from reef_bus.transport import Transport, transports
 from tests.bench.transports import GIB, copied, memory, sizes
 from tests.bench.weights.receivers import Did, Receivers, receivers
-from tests.bench.weights.table import AT_LEAST, AT_MOST, Row, median, spread
+from tests.bench.weights.table import AT_LEAST, AT_MOST, Row, median, ratios, spread
 
 MIB = 1 << 20
 FLAT = 1.5
@@ -57,12 +57,24 @@ class Sender:
 
     def __init__(self, source: Pieces, them: Receivers, folder: Path) -> None:
         self.source, self.them = source, them
-        self.manifest = describe(source)
+        self.manifest, self.version = describe(source), 0
         self.transports = transports(ArtifactStore(folder))
         self.loop = asyncio.new_event_loop()
         self.group: Any = None
 
+    def touch(self) -> None:
+        """Another version than any before: what receivers hold must not be right already."""
+        self.version += 1
+        for piece in self.source.values():
+            piece.data[-8:] = self.version.to_bytes(8, "little")
+
     def move(self, name: str, how: str = "receive", *more: Any, only: int | None = None) -> Moved:
+        """A version that was described before the clock runs."""
+        self.touch()
+        self.manifest = describe(self.source)
+        return self.send(name, how, *more, only=only)
+
+    def send(self, name: str, how: str, *more: Any, only: int | None = None) -> Moved:
         return self.loop.run_until_complete(self._move(self.transports[name], how, more, only))
 
     async def _move(self, transport: Transport, how: str, more: tuple[Any, ...], only: int | None) -> Moved:
@@ -155,7 +167,7 @@ def _shm_rows(count: int, found: dict[str, list[Any]]) -> Iterator[Row]:
             "memcpy GB/s": GIB / best / 1e9,
             "digest s": median([m.digest_s() for m in moves]),
         }
-        after = [share * best / m.slowest_s for m in moves]
+        after = [share * ratio for ratio in ratios(found["memcpy"], [m.slowest_s for m in moves])]
         who = f"shm, 1 GiB, {count} receiver{'s' * (count > 1)}"
         yield Row(
             measure=f"{who}: {what}",
@@ -166,7 +178,7 @@ def _shm_rows(count: int, found: dict[str, list[Any]]) -> Iterator[Row]:
             target=targets[how],
             detail={**detail, "quartiles": spread(after)},
         )
-        whole = [share * best / m.total_s for m in moves]
+        whole = [share * ratio for ratio in ratios(found["memcpy"], [m.total_s for m in moves])]
         detail = {"sender's copy s": median([m.offer_s for m in moves]), "quartiles": spread(whole)}
         yield Row(
             measure=f"{who}: {what}, and the sender's copy before it",
@@ -202,7 +214,7 @@ def timed_cpu(source: Pieces) -> float:
 def _tcp_rows(title: str, target: float, found: dict[str, list[Any]]) -> Iterator[Row]:
     ours: list[Moved] = found["tcp"]
     theirs: list[Moved] = found["gloo"]
-    faster = [b.total_s / a.total_s for a, b in zip(ours, theirs, strict=True)]
+    faster = ratios([m.total_s for m in theirs], [m.total_s for m in ours])
     detail = {
         "tcp + digest GB/s": GIB / median([m.total_s for m in ours]) / 1e9,
         "gloo GB/s": GIB / median([m.total_s for m in theirs]) / 1e9,

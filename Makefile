@@ -7,7 +7,7 @@ ARGS ?=
 export PYTHON
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format kill-matrix simulate bench-baselines schemas clean prepare-demo prepare-dev prepare-bench
+.PHONY: help demo test lint format kill-matrix simulate bench bench-baselines schemas clean prepare-demo prepare-dev prepare-bench
 
 help:  ## what there is
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-15s %s\n", $$1, $$2}' Makefile
@@ -33,6 +33,9 @@ kill-matrix: prepare-dev  ## every role killed and stopped at every event; half 
 
 simulate: prepare-dev  ## 2,000 seeds of simulated faults, alone on both cores; prints the table
 	@$(BIN)/python -m tests.simulation --seeds 2000 $(ARGS)
+
+bench: prepare-bench  ## the figures of docs/figures.md on this machine, in some ten minutes; prints the table
+	@$(BIN)/python -m tests.bench.weights $(ARGS)
 
 bench-baselines: prepare-bench  ## our deployment and three patterns that others use, killed alike; prints the table
 	@$(BIN)/python -m tests.bench.baselines $(ARGS)

@@ -19,12 +19,13 @@ from reef_bus.audit import History, read_export, read_history, write_export
 from reef_bus.config import Config
 from reef_bus.core.start import Start, encode_start
 from reef_bus.core.void import RULES
-from reef_bus.errors import ContractError, Rejected
+from reef_bus.errors import ContractError, Rejected, TransferError
 from reef_bus.events import Blob, CandidateReady, LogOpened, Recorded, ScenarioRegistered
 from reef_bus.jetstream import JetStreamJournal
 from reef_bus.journal import LOG, RECORDS
 from reef_bus.roll import folded, open_from, sha256, start_after, sync
 from reef_bus.runner import blocking
+from reef_bus.stored import chain_at
 from reef_bus.topology import stream_name
 
 FORMAT = 1
@@ -101,10 +102,19 @@ async def backup(journal: JetStreamJournal, config: Config, store: ArtifactStore
     history = await read_history(journal, store)
     if not history.log:
         raise Rejected("there is nothing to back up: the log holds no event")
-    blobs = sorted(named(history) | _archives(history, store))
+    blobs = await blocking(lambda: sorted(_links(named(history), store) | _archives(history, store)))
     new = await blocking(_keep, blobs, store.root, ArtifactStore(folder / BLOBS), say)
     say(f"{len(blobs)} blobs, {new} of them new")
     return await blocking(_write, folder, config, history, blobs)
+
+
+def _links(digests: set[str], store: ArtifactStore) -> set[str]:
+    """The digests, and what those among them that are chains stand on."""
+    try:
+        chains = [chain for chain in (chain_at(store, digest) for digest in digests) if chain]
+    except TransferError as error:
+        raise ContractError(f"a blob is damaged: {error}") from error
+    return digests.union(*(chain.blobs for chain in chains))
 
 
 def _archives(history: History, store: ArtifactStore) -> set[str]:

@@ -5,7 +5,9 @@ Knows: names, defaults and what contradicts what. Must not know: how anything is
 
 from __future__ import annotations
 
+import importlib.util
 import math
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,7 @@ STANDBY_S = 0.25
 MAX_PUBLISHERS = 16  # they only append: more than a few add nothing but conflicts
 TRANSPORTS = ("tcp", "torch", "shm", "files")  # shm is not among the defaults: engines on other hosts could not use it
 ATTACHED = "attached"
+ZSTD = () if sys.version_info >= (3, 14) else ("backports", "backports.zstd")  # a parent comes before what is in it
 RESERVED = ("trainer", "publisher", "gateway", "supervisor", "nats")
 
 
@@ -79,14 +82,24 @@ class Training(Part, frozen=True, kw_only=True):
 class Publication(Part, frozen=True, kw_only=True):
     """How releases are published: `every` candidate in its turn, or the `latest`; by how many `publishers`. In mode
     `fenced` engines stop for the transfer; in mode `staged` they receive beside what they serve, and stop to swap.
-    `transport`: the only one to be used; empty: the first that the trainer offers and every engine accepts."""
+    `transport`: the only one to be used; empty: the first that the trainer offers and every engine accepts. With
+    `delta`, over `tcp` and `files`, who stages gets what has changed since the version that it serves, where that is
+    known and less than all; it needs the extra `delta`."""
 
     publishers: int = 2
     publish: str = "every"
     transport: str = ""
     mode: str = "fenced"
     pause: str = "drain"
+    delta: bool = False
     deadlines: Deadlines = Deadlines()
+
+
+class Artifacts(Part, frozen=True, kw_only=True):
+    """How candidates' weights are kept: every `anchor_every`th in full, those between as what has changed since the one
+    that they were trained from, where that is less than all. 1: all in full; more needs the extra `delta`."""
+
+    anchor_every: int = 1
 
 
 class Metrics(Part, frozen=True, kw_only=True):
@@ -110,6 +123,7 @@ class Config(Part, frozen=True, kw_only=True):
     inference: Inference = Inference()
     training: Training = Training()
     publication: Publication = Publication()
+    artifacts: Artifacts = Artifacts()
     supervision: Restarts = Restarts()
     metrics: Metrics = Metrics()
 
@@ -142,6 +156,10 @@ class Config(Part, frozen=True, kw_only=True):
         if component not in known:
             raise Rejected(f"component {component!r} has no metrics port: the configuration names {', '.join(known)}")
         return self.metrics.port + known.index(component)
+
+    def tells_deltas(self) -> bool:
+        """Whether candidates are also told from what they were trained from."""
+        return self.publication.delta or self.artifacts.anchor_every > 1
 
     def policy(self) -> Policy:
         published = self.publication
@@ -239,6 +257,14 @@ def check(config: Config) -> Config:
         raise Rejected(f"publication.publish is {config.publication.publish!r}; expected every or latest")
     if config.publication.mode not in ("fenced", "staged"):
         raise Rejected(f"publication.mode is {config.publication.mode!r}; expected fenced or staged")
+    if config.publication.delta and config.publication.mode != "staged":
+        raise Rejected(
+            "publication.delta needs publication.mode staged: in mode fenced a delta would overwrite its own base"
+        )
+    if config.artifacts.anchor_every < 1:
+        raise Rejected(f"artifacts.anchor-every is {config.artifacts.anchor_every}: expected 1 (all in full) or more")
+    if config.tells_deltas() and not all(map(_installed, ("numpy", *ZSTD))):
+        raise Rejected("publication.delta and artifacts.anchor-every need an extra: pip install 'reef-bus[delta]'")
     if not 1 <= config.publication.publishers <= MAX_PUBLISHERS:
         raise Rejected(f"publication.publishers is {config.publication.publishers}: expected 1 to {MAX_PUBLISHERS}")
     if config.publication.pause != "drain":
@@ -248,6 +274,10 @@ def check(config: Config) -> Config:
     if config.training.backend not in ("torch", ATTACHED):
         raise Rejected(f"training.backend is {config.training.backend!r}; this version has: torch, {ATTACHED}")
     return config
+
+
+def _installed(module: str) -> bool:
+    return importlib.util.find_spec(module) is not None
 
 
 def dump(config: Config) -> bytes:

@@ -7,6 +7,7 @@ Knows: its backend, the artifact store, the transports. Must not know: engines, 
 from __future__ import annotations
 
 import contextlib
+import shutil
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -21,12 +22,13 @@ from reef_bus.core.effects import AssembleBatch, Debt, Me, Train
 from reef_bus.core.ids import BASE, derived
 from reef_bus.core.training import Candidate
 from reef_bus.core.world import World
-from reef_bus.errors import ContractError, Rejected
+from reef_bus.errors import ContractError, Rejected, TransferError
 from reef_bus.events import Blob, Event, JobDispatched, JobDropped, Recorded
 from reef_bus.journal import Journal
 from reef_bus.manifest import Manifest
 from reef_bus.runner import Role, blocking
 from reef_bus.samples import Batch, decode_batch, encode_batch
+from reef_bus.stored import Saved, as_file, save
 
 KEPT_STATES = 3  # the head, the candidate being published, and the one being trained
 
@@ -57,7 +59,8 @@ class Trainer(Authority):
 
     def register(self) -> Event:
         state = self._remember(BASE, self.backend.initial())
-        return self.registered("grpo", *self._save(state))
+        weights, manifest = save_weights(self.store, self.backend.weights(state))
+        return self.registered("grpo", weights, self._again(manifest), self._optimizer(state))
 
     def weights(self, candidate: Candidate) -> Pieces:
         return self.backend.weights(self._state(candidate))
@@ -97,21 +100,35 @@ class Trainer(Authority):
             state, metrics = self.backend.train(base, batch.samples, batch.seed)
         except ContractError as error:
             return JobDropped(scenario=self.config.scenario, job=job.id, reason="not_trainable", detail=str(error))
-        made = self._save(self._remember(derived("cand", job.id), state))
-        return self.ready(job, *made, metrics)
+        saved = self._save(self._remember(derived("cand", job.id), state), effect.base)
+        return self.ready(job, saved, self._optimizer(state), metrics)
 
-    def _save(self, state: Any) -> tuple[Blob, Manifest, Blob]:
-        """Make a state durable; the manifest is read back, so that what is named on the log is what can be loaded."""
-        weights, manifest = save_weights(self.store, self.backend.weights(state))
-        optimizer = self.store.put(self.backend.optimizer(state))
-        return weights, Manifest.decode(self.store.get(manifest.digest)), optimizer
+    def _save(self, state: Any, base: Candidate) -> Saved:
+        """Make a candidate durable; the manifest is read back, so that what the log names is what can be loaded."""
+        weights = self.backend.weights(state)
+        if self.config.tells_deltas():
+            saved = save(self.store, weights, self.base(base), self.config.artifacts.anchor_every)
+        else:
+            saved = Saved(*save_weights(self.store, weights))
+        return saved._replace(manifest=self._again(saved.manifest))
+
+    def _again(self, manifest: Manifest) -> Manifest:
+        return Manifest.decode(self.store.get(manifest.digest))
+
+    def _optimizer(self, state: Any) -> Blob:
+        return self.store.put(self.backend.optimizer(state))
 
     def _state(self, candidate: Candidate) -> Any:
         with self._kept:
             found = self._states.get(candidate.id)
         if found is None:
             optimizer = self.store.path(candidate.optimizer.digest) if candidate.optimizer else None
-            found = self.backend.load(self.store.path(candidate.weights.digest), optimizer)
+            scratch = self.config.folder("scratch")
+            try:
+                with as_file(self.store, candidate.weights.digest, candidate.manifest, scratch) as weights:
+                    found = self.backend.load(weights, optimizer)
+            except TransferError as error:
+                raise ContractError(f"candidate {candidate.id} cannot be read: {error}") from error
         return self._remember(candidate.id, found)
 
     def _remember(self, candidate: str, state: Any) -> Any:
@@ -133,6 +150,7 @@ async def _build(config: Config, journal: Journal, me: Me, stack: contextlib.Asy
         raise Rejected("training.backend is attached: the trainer is a loop of your own (reef_bus.attach), not a role")
     backend: TrainingBackend = await blocking(_backend, config)
     store = ArtifactStore(config.folder("artifacts"))
+    shutil.rmtree(config.folder("scratch"))  # what a boot that was killed had left there
     book = RecordBook(config, journal, store)
     await book.start(stack)
     return Trainer(config, me, backend, store, book)

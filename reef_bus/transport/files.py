@@ -9,12 +9,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 
-from reef_bus.artifacts import ArtifactStore, copy_weights, verify_weights, weights_blob
+from reef_bus.artifacts import SLICE_BYTES, ArtifactStore, copy_weights, verify_weights, weights_blob
 from reef_bus.backends import Pieces
 from reef_bus.errors import ContractError, TransferError
 from reef_bus.manifest import Manifest, describe, differences, require_fit
+from reef_bus.stored import build, chain_at
 from reef_bus.transport import STALL_S, Offer, Ticket, Transport, transfer_errors
 
 
@@ -38,6 +39,24 @@ class FilesTransport(Transport):
             raise TransferError("refused", f"no artifact at {path}: call save_weights before offering it")
         return FilesOffer(Ticket(self.name, blob.digest, ""))
 
+    def stored(self, weights: str) -> Offer | None:
+        """Of a chain alone: what is kept in full is offered by its tensors, and compared with them."""
+        return FilesOffer(Ticket(self.name, weights, "")) if chain_at(self._store, weights) else None
+
+    async def delta(
+        self, ticket: Ticket, manifest: Manifest, base: str, *, publication: str, attempt: int, stall_s: float = STALL_S
+    ) -> bytes | bytearray | None:
+        """The last link of the chain, for who holds what is before it: the rest of the chain need not be read."""
+        with transfer_errors(f"artifact {_path(self._store, ticket)}"):
+            async with asyncio.timeout(stall_s):
+                return await asyncio.to_thread(self._last, ticket.address, base)
+
+    def _last(self, weights: str, base: str) -> bytes | None:
+        chain = chain_at(self._store, weights)
+        if chain is None or not chain.links or chain.manifests[-2] != base:
+            return None
+        return self._store.get(chain.links[-1].delta.digest)
+
     async def receive(
         self,
         ticket: Ticket,
@@ -53,35 +72,44 @@ class FilesTransport(Transport):
         about = f"artifact {_path(self._store, ticket)}"
         with transfer_errors(about):
             async with asyncio.timeout(stall_s) as deadline:
-                await self._verify(ticket.address, manifest, deadline, stall_s)
-                return await self._copy(ticket.address, target, deadline, stall_s, progress)
+                chain = await asyncio.to_thread(chain_at, self._store, ticket.address)
+                if chain is not None:
+                    built = await self._read(build(self._store, chain, manifest), deadline, stall_s)
+                    await self._copy(_slices(built, target), deadline, stall_s, progress)
+                    return chain.nbytes
+                await self._read(_checked(self._store, ticket.address, manifest), deadline, stall_s)
+                steps = copy_weights(self._store, ticket.address, target)
+                return await self._copy(steps, deadline, stall_s, progress)
 
-    async def _verify(self, digest: str, manifest: Manifest, deadline: asyncio.Timeout, stall_s: float) -> None:
-        """Off the loop, because a disk may hang. A thread that is left behind there only reads, closes its file, and
-        stops at its next slice."""
+    async def _read(self, steps: Generator[int, None, Pieces], deadline: asyncio.Timeout, stall_s: float) -> Pieces:
+        """Off the loop, because a disk may hang. A thread that is left behind there only reads, into memory that is
+        nobody's, closes its file, and stops at its next step."""
         left = threading.Event()
         loop = asyncio.get_running_loop()
 
-        def verify() -> None:
-            with contextlib.closing(verify_weights(self._store, digest, manifest)) as steps:
-                for _ in steps:
-                    if left.is_set():
-                        return
+        def read() -> Pieces:
+            with contextlib.closing(steps):
+                while not left.is_set():
+                    try:
+                        next(steps)
+                    except StopIteration as end:
+                        found: Pieces = end.value
+                        return found
                     loop.call_soon_threadsafe(moved)
+            return {}
 
         def moved() -> None:
             if not left.is_set() and not deadline.expired():
                 _put_off(deadline, stall_s)
 
         try:
-            await asyncio.to_thread(verify)
+            return await asyncio.to_thread(read)
         finally:
             left.set()
 
     async def _copy(
         self,
-        digest: str,
-        target: Pieces,
+        steps: Generator[int, None, None],
         deadline: asyncio.Timeout,
         stall_s: float,
         progress: Callable[[int], None] | None,
@@ -89,7 +117,7 @@ class FilesTransport(Transport):
         """On the loop, slice by slice, from pages that verifying has just read: no thread ever holds the target, so
         that nothing is left to write into it after a cancel."""
         total = 0
-        with contextlib.closing(copy_weights(self._store, digest, target)) as steps:
+        with contextlib.closing(steps):
             for count in steps:
                 total += count
                 _put_off(deadline, stall_s)
@@ -115,6 +143,20 @@ class FilesOffer(Offer):
 
     async def close(self) -> None:
         return None
+
+
+def _checked(store: ArtifactStore, digest: str, manifest: Manifest) -> Generator[int, None, Pieces]:
+    yield from verify_weights(store, digest, manifest)
+    return {}
+
+
+def _slices(source: Pieces, target: Pieces) -> Generator[int, None, None]:
+    """Copy one version's memory, yielding bytes per step."""
+    for name, piece in target.items():
+        for start in range(0, piece.data.nbytes, SLICE_BYTES):
+            part = source[name].data[start : start + SLICE_BYTES]
+            piece.data[start : start + part.nbytes] = part
+            yield part.nbytes
 
 
 def _path(store: ArtifactStore, ticket: Ticket) -> str:

@@ -17,7 +17,7 @@ import msgspec
 
 from reef_bus.artifacts import ArtifactStore, copy_weights, load_weights, save_weights, verify_weights
 from reef_bus.backends import Piece, Pieces
-from reef_bus.errors import ContractError, DeltaError, TransferError
+from reef_bus.errors import ContractError, DeltaError, TransferError, Unavailable
 from reef_bus.events import Blob
 from reef_bus.manifest import Manifest, describe, differences, require_fit
 from reef_bus.transport import transfer_errors
@@ -85,7 +85,7 @@ def chain_at(store: ArtifactStore, weights: str) -> Chain | None:
                 return None
     except OSError:
         return None  # whoever goes on to read it is told
-    return decode_chain(_blob(store, weights), str(store.path(weights)))
+    return decode_chain(part(store, weights), str(store.path(weights)))
 
 
 def decode_chain(data: bytes, about: str) -> Chain:
@@ -141,7 +141,7 @@ def _applied(
 ) -> Iterator[int]:
     from reef_bus.delta import apply  # an extra (numpy, zstd), for those who keep chains
 
-    data = _blob(store, link.delta.digest)
+    data = part(store, link.delta.digest)
     try:
         yield from apply(data, base, base_manifest, into, manifest)
     except DeltaError as error:
@@ -164,19 +164,21 @@ def _memory(manifest: Manifest) -> Pieces:
 
 def _manifest(store: ArtifactStore, digest: str) -> Manifest:
     try:
-        return Manifest.decode(_blob(store, digest))
+        return Manifest.decode(part(store, digest))
     except ContractError as error:
         raise TransferError("mismatch", f"{store.path(digest)}: {error}") from error
 
 
-def _blob(store: ArtifactStore, digest: str) -> bytes:
-    """Raises TransferError naming its place where it is missing or damaged."""
+def part(store: ArtifactStore, digest: str) -> bytes:
+    """A blob that a version is kept with. Raises TransferError naming its place where it is missing or damaged."""
     try:
         if not store.has(digest):
             raise TransferError("refused", f"no blob at {store.path(digest)}: copy it there from where it was written")
         return store.get(digest)
     except ContractError as error:
         raise TransferError("mismatch", str(error)) from error
+    except Unavailable as error:
+        raise TransferError("closed", str(error)) from error
 
 
 @contextlib.contextmanager
@@ -229,9 +231,9 @@ def _delta(store: ArtifactStore, new: Pieces, manifest: Manifest, base: Base) ->
     from reef_bus.delta import encode
 
     parts, size = list[bytes](), 0
-    for part in encode(base.pieces, base.manifest, new, manifest):
-        parts.append(part)
-        size += len(part)
+    for chunk in encode(base.pieces, base.manifest, new, manifest):
+        parts.append(chunk)
+        size += len(chunk)
         if size >= manifest.total:
             return None
     return store.put_parts(parts)

@@ -15,7 +15,7 @@ from reef_bus.artifacts import SLICE_BYTES, ArtifactStore, copy_weights, verify_
 from reef_bus.backends import Pieces
 from reef_bus.errors import ContractError, TransferError
 from reef_bus.manifest import Manifest, describe, differences, require_fit
-from reef_bus.stored import build, chain_at
+from reef_bus.stored import build, chain_at, part
 from reef_bus.transport import STALL_S, Offer, Ticket, Transport, transfer_errors
 
 
@@ -55,7 +55,7 @@ class FilesTransport(Transport):
         chain = chain_at(self._store, weights)
         if chain is None or not chain.links or chain.manifests[-2] != base:
             return None
-        return self._store.get(chain.links[-1].delta.digest)
+        return part(self._store, chain.links[-1].delta.digest)
 
     async def receive(
         self,

@@ -126,6 +126,14 @@ class ArtifactStore:
             raise ContractError(f"{path} is damaged: its bytes hash to {found}; remove it and copy it there again")
         return data
 
+    def remove(self, digest: str) -> bool:
+        """Whether it was there. Who has it open reads it to its end; who comes later finds nothing."""
+        path = self.path(digest)
+        with self._writing(path):
+            found = path.is_file()
+            path.unlink(missing_ok=True)
+        return found
+
     @contextlib.contextmanager
     def _draft(self) -> Iterator[BinaryIO]:
         """A private file that is gone afterwards, unless it was adopted. Blobs are read-only from birth."""

@@ -97,9 +97,12 @@ class Publication(Part, frozen=True, kw_only=True):
 
 class Artifacts(Part, frozen=True, kw_only=True):
     """How candidates' weights are kept: every `anchor_every`th in full, those between as what has changed since the one
-    that they were trained from, where that is less than all. 1: all in full; more needs the extra `delta`."""
+    that they were trained from, where that is less than all. 1: all in full; more needs the extra `delta`. `keep`: how
+    many releases before the head a rollback may go back to; weights and optimizer states that only older ones or
+    unpublished candidates need are removed. 0: nothing ever is."""
 
     anchor_every: int = 1
+    keep: int = 0
 
 
 class Metrics(Part, frozen=True, kw_only=True):
@@ -169,6 +172,7 @@ class Config(Part, frozen=True, kw_only=True):
             pause=published.pause,
             publish=published.publish,
             deadlines=published.deadlines,
+            keep=self.artifacts.keep,
         )
 
 
@@ -263,6 +267,12 @@ def check(config: Config) -> Config:
         )
     if config.artifacts.anchor_every < 1:
         raise Rejected(f"artifacts.anchor-every is {config.artifacts.anchor_every}: expected 1 (all in full) or more")
+    if config.artifacts.keep < 0:
+        raise Rejected(f"artifacts.keep is {config.artifacts.keep}: expected 0 (everything) or a number of releases")
+    if config.artifacts.keep and config.training.backend == ATTACHED:
+        raise Rejected(
+            "artifacts.keep is for trainers that are roles: what a loop of your own handed in is never removed"
+        )
     if config.tells_deltas() and not all(map(_installed, ("numpy", *ZSTD))):
         raise Rejected("publication.delta and artifacts.anchor-every need an extra: pip install 'reef-bus[delta]'")
     if not 1 <= config.publication.publishers <= MAX_PUBLISHERS:

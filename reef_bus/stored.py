@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from reef_bus.artifacts import ArtifactStore, copy_weights, load_weights, save_weights, verify_weights
+from reef_bus.artifacts import ArtifactStore, copy_weights, load_weights, place, save_weights, verify_weights
 from reef_bus.backends import Piece, Pieces
 from reef_bus.errors import ContractError, DeltaError, TransferError, Unavailable
 from reef_bus.events import Blob
@@ -80,7 +80,7 @@ class Saved(NamedTuple):
 def chain_at(store: ArtifactStore, weights: str) -> Chain | None:
     """The chain of that name; None where it names anything else, or nothing. Raises TransferError for a damaged one."""
     try:
-        with open(store.path(weights), "rb") as file:
+        with open(place(store.root, weights), "rb") as file:
             if file.read(len(_MAGIC)) != _MAGIC:
                 return None
     except OSError:

@@ -294,12 +294,19 @@ class Agent(Role):
                     target = Manifest.decode(await blocking(self.store.get, effect.manifest))
                     moved = await blocking(load, self.store, effect.weights.digest, self.backend.live(), target)
                 except (TransferError, ContractError) as error:
+                    self._require_head(effect, error)
                     return EngineLeft(engine=self.me.id, reason=f"cannot load the head {effect.load_id}: {error}")
                 found = await self._hash()
                 if found.digest != effect.manifest:
                     why = f"the head {effect.load_id} was loaded, but {differences(target, found)[0]}"
                     return EngineLeft(engine=self.me.id, reason=why)
         return self._verified(effect.load_id, found, method, moved, began)
+
+    def _require_head(self, effect: VerifyHead, error: TransferError | ContractError) -> None:
+        """Who was too slow for the head that it loads, and finds its artifact removed, owes another one by now."""
+        head = self.world.publications.head
+        if head is not None and head.load_id != effect.load_id:
+            raise Unavailable(f"{effect.load_id} is the head no more, {head.load_id} is: {error}") from error
 
     async def _swap(self, effect: VerifyHead) -> Manifest | None:
         """What is served now, if that is the staging of this head, where it was hashed and untouched since; in every

@@ -20,6 +20,7 @@ from reef_bus.backends import Pieces, TrainingBackend
 from reef_bus.config import ATTACHED, Config
 from reef_bus.core.effects import AssembleBatch, Debt, Me, Train
 from reef_bus.core.ids import BASE, derived
+from reef_bus.core.retention import retention
 from reef_bus.core.training import Candidate
 from reef_bus.core.world import World
 from reef_bus.errors import ContractError, Rejected, TransferError
@@ -29,6 +30,7 @@ from reef_bus.manifest import Manifest
 from reef_bus.runner import Role, blocking
 from reef_bus.samples import Batch, decode_batch, encode_batch
 from reef_bus.stored import Saved, as_file, save
+from reef_bus.sweep import sweep
 
 KEPT_STATES = 3  # the head, the candidate being published, and the one being trained
 
@@ -42,6 +44,8 @@ class Trainer(Authority):
         super().__init__(config, me, store)
         self.backend = backend
         self.book = book
+        self.world = World()
+        self._gone = set[str]()  # blobs that were removed
         self._states: dict[str, Any] = {}
         self._kept = threading.Lock()  # an offer loads in one thread while a job trains in another
 
@@ -55,7 +59,15 @@ class Trainer(Authority):
         return debts
 
     def folded(self, world: World, batch: Sequence[Recorded]) -> None:
+        self.world = world
         self.book.moved(world)
+
+    async def perform(self, debt: Debt, scope: contextlib.AsyncExitStack) -> Event | None:
+        """Before a step, when nobody here stores anything, what nobody needs any more is removed."""
+        if isinstance(debt.effect, Train) and self.config.artifacts.keep:
+            found = retention(self.world, self.config.artifacts.keep)
+            await blocking(sweep, self.store, self.config, found, self._gone)
+        return await super().perform(debt, scope)
 
     def register(self) -> Event:
         state = self._remember(BASE, self.backend.initial())

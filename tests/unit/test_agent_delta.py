@@ -25,10 +25,11 @@ from reef_bus.artifacts import ArtifactStore, save_weights
 from reef_bus.backends import Completion, InferenceBackend, Piece, Pieces, Prompt
 from reef_bus.config import Config, Publication
 from reef_bus.core.effects import Debt, Me, Stage, VerifyHead
+from reef_bus.core.publication import Release
 from reef_bus.delta import encode
 from reef_bus.delta.frames import Header, read, write_header, write_record
-from reef_bus.errors import TransferError
-from reef_bus.events import EngineLeft, EngineStaged, Event, ReceiverFailed, ReceiverVerified
+from reef_bus.errors import TransferError, Unavailable
+from reef_bus.events import Blob, EngineLeft, EngineStaged, Event, ReceiverFailed, ReceiverVerified
 from reef_bus.manifest import Manifest, describe
 from reef_bus.stored import Base, Saved, save
 from reef_bus.transport import Offer, Ticket, Transport
@@ -315,3 +316,22 @@ async def test_a_chain_that_is_damaged_fails_a_transfer_from_the_store_and_what_
     said = await found.say(staging)
     assert isinstance(said, ReceiverFailed) and said.cause == "refused" and kept.delta.digest in said.detail
     assert describe(found.engine.live()) == found.manifests[0]
+
+
+async def test_who_was_too_slow_for_a_head_that_was_removed_tries_the_one_that_followed(tmp_path: Path) -> None:
+    """The load fails before anything is written, and is not the end of the boot: another head is owed by now."""
+    found = Found(tmp_path, lambda base: None)
+    effect, kept = chained(found)
+    found.engine.copies[0] = version(5)
+    assert kept.delta is not None
+    found.store.path(kept.delta.digest).unlink()
+    found.agent.world.publications.head = release("inc:3", found.manifests[1].digest, kept.weights)
+    with pytest.raises(Unavailable, match="inc:2 is the head no more, inc:3 is: "):
+        await found.say(effect)
+    assert describe(found.engine.live()) == describe(version(5)) and not found.agent.memory.locked()
+    found.agent.world.publications.head = release("inc:2", effect.manifest, kept.weights)
+    assert isinstance(await found.say(effect), EngineLeft)
+
+
+def release(load_id: str, manifest: str, weights: Blob) -> Release:
+    return Release(load_id=load_id, candidate="c", parent="", manifest=manifest, weights=weights, seq=9, time=9)

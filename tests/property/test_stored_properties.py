@@ -1,6 +1,6 @@
 """However versions follow each other, what the store keeps of them gives each one exactly, and from few blobs.
 
-`reef_bus.chain` says, of releases in order, what is kept and what a reader has to read: `stored` is held against it.
+`tests.chains` says, of releases in order, what is kept and what a reader has to read: `stored` is held against it.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 
 from reef_bus.artifacts import ArtifactStore, save_weights
 from reef_bus.backends import Piece
-from reef_bus.chain import Reader, Release, anchors, publishes, route
 from reef_bus.errors import TransferError
 from reef_bus.manifest import describe
 from reef_bus.stored import Base, Chain, Saved, chain_at, load, read, save
+from tests.chains import Reader, Release, anchors, publishes, route
 
 Version = dict[str, Piece]
 SIZE = 600

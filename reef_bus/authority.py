@@ -148,10 +148,13 @@ class Authority(Role):
         return Saved(given.weights, manifest, chain.links[-1].delta if chain else None)
 
     def base(self, candidate: Candidate) -> Base | None:
-        """A candidate as what another one is told from; None where it cannot be read, which is no reason to halt."""
+        """A candidate as what another one is told from; None where it cannot be read, which is no reason to halt. Who
+        trains in place is not asked for it: to load it would undo the step."""
         try:
             manifest = Manifest.decode(self.store.get(candidate.manifest))
-            return Base(candidate.weights, manifest, self.weights(candidate))
+            stored = self.in_place()
+            pieces = read(self.store, candidate.weights.digest, manifest) if stored else self.weights(candidate)
+            return Base(candidate.weights, manifest, pieces)
         except (TransferError, ContractError) as error:
             log.warning("nothing is told from candidate %s: %s", candidate.id, error)
             return None

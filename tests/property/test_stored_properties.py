@@ -24,7 +24,7 @@ from tests.chains import Reader, Release, anchors, publishes, route
 
 Version = dict[str, Piece]
 SIZE = 600
-BRIEFLY = settings(max_examples=60, deadline=None)  # a shared machine stalls now and then; that is no finding
+BRIEFLY = settings(max_examples=30, deadline=None)  # a shared machine stalls now and then; that is no finding
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -134,6 +134,16 @@ def test_without_the_settings_candidates_are_as_they_were(tmp_path: Path) -> Non
     assert made.delta is None and chain_at(found.store, made.weights.digest) is None
 
 
+def test_a_trainer_that_trains_in_place_is_not_asked_for_what_it_trained_from(tmp_path: Path) -> None:
+    found = Found(tmp_path)
+    found.register()
+    found.backend.mutates_in_place = True
+    made = [found.make() for _ in range(2)]
+    assert found.backend.loaded == [], "to load the base would undo the step"
+    for number, each in enumerate(made, 1):
+        assert each.delta and describe(read(found.store, each.weights.digest, describe(weights(number))))
+
+
 def test_a_later_boot_trains_on_from_a_candidate_that_is_kept_as_a_chain(tmp_path: Path) -> None:
     found = Found(tmp_path)
     found.register()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from reef_bus.manifest import describe
 from reef_bus.stored import Base, Saved, save
 from reef_bus.transport import Delta, Offer, Ticket, Transport, transports
 from reef_bus.transport.door import Answer, Hello
+from tests.contract.peer import peer
 from tests.transfers import BIG, PUBLICATION, fails, hear, message, offered, pieces, receive, run, strange_sender
 
 BASE = pieces(7, BIG)
@@ -49,8 +51,8 @@ async def ask(transport: Transport, ticket: Ticket, base: str = BASE_MANIFEST.di
     return await transport.delta(ticket, MANIFEST, base, **{**usual, **other})
 
 
-def empty() -> dict[str, Any]:
-    return {name: piece._replace(data=memoryview(bytearray(piece.data.nbytes))) for name, piece in NEW.items()}
+def empty(like: Pieces = NEW) -> dict[str, Any]:
+    return {name: piece._replace(data=memoryview(bytearray(piece.data.nbytes))) for name, piece in like.items()}
 
 
 async def comes_in_full(transport: Transport, ticket: Ticket) -> None:
@@ -190,6 +192,34 @@ def test_who_asks_for_a_delta_and_takes_none_of_it_delays_nobody_and_is_dropped(
     run(story())
 
 
+@pytest.mark.parametrize("strike", ["killed", "stopped"])
+def test_a_sender_that_is_struck_before_it_answers_is_given_up(tcp: Transport, tmp_path: Path, strike: str) -> None:
+    async def story() -> None:
+        with peer("send", tmp_path / "store", "tcp") as sender:
+            ticket = msgspec.json.decode(await sender.said(), type=Ticket)
+            sender.kill() if strike == "killed" else sender.stop()
+            await fails("refused" if strike == "killed" else "stalled", ask(tcp, ticket))
+
+    run(story())
+
+
+def test_two_hundred_that_break_off_leave_nothing_behind_and_the_next_one_is_served(tcp: Transport) -> None:
+    async def story() -> None:
+        async with telling(tcp, Delta(BASE_MANIFEST.digest, bytes(8 << 20))) as offer:
+            await asyncio.sleep(0.05)
+            before, tasks = len(os.listdir("/proc/self/fd")), len(asyncio.all_tasks())
+            for _ in range(200):
+                asking = asyncio.create_task(ask(tcp, offer.ticket))
+                await asyncio.sleep(0.002)
+                asking.cancel()
+                await asyncio.gather(asking, return_exceptions=True)
+            await asyncio.sleep(2 * STALL_S)
+            assert len(os.listdir("/proc/self/fd")) <= before and len(asyncio.all_tasks()) <= tasks
+            assert len(await ask(tcp, offer.ticket, stall_s=5.0)) == 8 << 20
+
+    run(story())
+
+
 @pytest.mark.parametrize("name", ["torch", "shm"])
 def test_other_transports_tell_none_whatever_they_were_given(tmp_path: Path, name: str) -> None:
     async def story() -> None:
@@ -204,16 +234,19 @@ def test_other_transports_tell_none_whatever_they_were_given(tmp_path: Path, nam
 # -- files
 
 
+FIRST = pieces(7, 1 << 20)
+SECOND, THIRD = {**FIRST, "b": pieces(9)["b"]}, {**FIRST, "b": pieces(11)["b"]}
+
+
 class Kept:
-    """Version 0 in full, and two more as deltas."""
+    """The first in full, and the two others as deltas."""
 
     def __init__(self, folder: Path) -> None:
         self.store = ArtifactStore(folder / "store")
         self.files = transports(self.store, stall_s=STALL_S)["files"]
-        first = Saved(*save_weights(self.store, BASE))
-        second = save(self.store, NEW, Base(first.weights, first.manifest, BASE), 5)
-        self.third = {**NEW, "b": pieces(11)["b"]}
-        third = save(self.store, self.third, Base(second.weights, second.manifest, NEW), 5)
+        first = Saved(*save_weights(self.store, FIRST))
+        second = save(self.store, SECOND, Base(first.weights, first.manifest, FIRST), 5)
+        third = save(self.store, THIRD, Base(second.weights, second.manifest, SECOND), 5)
         self.saved = [first, second, third]
 
     def ticket(self, number: int) -> Ticket:
@@ -227,9 +260,9 @@ def test_an_anchor_and_its_deltas_are_received_as_the_version_and_the_bytes_are_
     tmp_path: Path,
 ) -> None:
     async def story() -> None:
-        kept, target = Kept(tmp_path), empty()
+        kept, target = Kept(tmp_path), empty(FIRST)
         moved = await kept.receive(2, target)
-        assert describe(target) == describe(kept.third)
+        assert describe(target) == describe(THIRD)
         deltas = [saved.delta.size for saved in kept.saved if saved.delta]
         assert moved == kept.saved[0].weights.size + sum(deltas)
 
@@ -238,12 +271,12 @@ def test_an_anchor_and_its_deltas_are_received_as_the_version_and_the_bytes_are_
 
 def test_who_holds_the_version_before_reads_one_delta_and_others_the_chain(tmp_path: Path) -> None:
     async def story() -> None:
-        kept, target = Kept(tmp_path), empty()
+        kept, target = Kept(tmp_path), empty(FIRST)
         manifest, before = kept.saved[2].manifest, kept.saved[1].manifest
         usual: dict[str, Any] = {"publication": PUBLICATION, "attempt": 1, "stall_s": STALL_S}
         delta = await kept.files.delta(kept.ticket(2), manifest, before.digest, **usual)
         assert delta is not None and kept.saved[2].delta and len(delta) == kept.saved[2].delta.size
-        rebuild(delta, NEW, before, target, manifest)
+        rebuild(delta, SECOND, before, target, manifest)
         assert await kept.files.delta(kept.ticket(2), manifest, kept.saved[0].manifest.digest, **usual) is None
         assert await kept.files.delta(kept.ticket(0), kept.saved[0].manifest, before.digest, **usual) is None
 
@@ -264,7 +297,7 @@ def test_a_chain_is_offered_by_name_and_what_is_in_full_by_its_tensors(tmp_path:
 @pytest.mark.parametrize("part", ["anchor", "delta"])
 def test_a_chain_that_is_not_whole_is_no_transfer_and_nothing_was_written(tmp_path: Path, part: str, harm: str) -> None:
     async def story() -> None:
-        kept, target = Kept(tmp_path), empty()
+        kept, target = Kept(tmp_path), empty(FIRST)
         blob = kept.saved[0].weights if part == "anchor" else kept.saved[1].delta
         assert blob is not None
         path = kept.store.path(blob.digest)
@@ -275,7 +308,7 @@ def test_a_chain_that_is_not_whole_is_no_transfer_and_nothing_was_written(tmp_pa
             path.write_bytes(path.read_bytes()[:-1] + b"\0")
         text = await fails("refused" if harm == "gone" else "mismatch", kept.receive(2, target), 4.0)
         assert str(path) in text
-        assert describe(target) == describe(empty())
+        assert describe(target) == describe(empty(FIRST))
 
     run(story())
 

@@ -220,9 +220,9 @@ def run_receive(place: Place, blob: Blob, target: dict[str, Piece], **more: obje
 
 
 def test_weights_are_verified_without_holding_them(far: Place) -> None:
-    """Of ten slices, about three were in memory at any time; the target was there before."""
-    blob, manifest = save_weights(far.store, pieces(7, 10 * SLICE_BYTES))
-    target = pieces(0, 10 * SLICE_BYTES)
+    """Of six slices, about three were in memory at any time; the target was there before."""
+    blob, manifest = save_weights(far.store, pieces(7, 6 * SLICE_BYTES))
+    target = pieces(0, 6 * SLICE_BYTES)
     tracemalloc.start()
     load_weights(far.store, blob.digest, target, manifest)
     peak = tracemalloc.get_traced_memory()[1]
@@ -278,19 +278,19 @@ def test_a_server_that_stops_is_found_by_the_deadline_and_the_next_transfer_work
     monkeypatch.setattr(remote, "_range", stopping)
 
     async def story() -> None:
-        began = time.monotonic()
-        await fails("stalled", receive(FilesTransport(far.store), ticket, manifest, target, stall_s=0.5))
-        assert time.monotonic() - began < 5 and fetched.is_set()
-        await still(target)
-        assert describe(target) == describe(pieces(0, BIG))
-        served.resume()
+        try:
+            await fails(
+                "stalled", receive(FilesTransport(far.store), ticket, manifest, target, stall_s=2.0), within_s=8
+            )
+            assert fetched.is_set()
+            await still(target)
+            assert describe(target) == describe(pieces(0, BIG))
+        finally:
+            served.resume()  # the thread that was left behind reads on, or the loop would wait for it
         await receive(FilesTransport(far.store), ticket, manifest, target)
         assert describe(target) == manifest
 
-    try:
-        run(story())
-    finally:
-        served.resume()
+    run(story())
 
 
 def test_a_transfer_that_is_given_up_stops_reading(far: Place, monkeypatch: pytest.MonkeyPatch) -> None:

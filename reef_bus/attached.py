@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from itertools import islice
 from typing import NamedTuple
 
-from reef_bus.artifacts import ArtifactStore, read_weights, save_weights
+from reef_bus.artifacts import ArtifactStore, save_weights
 from reef_bus.authority import Authority
 from reef_bus.backends import Pieces
 from reef_bus.config import Config
@@ -27,6 +27,7 @@ from reef_bus.manifest import Manifest, finite, layout_differences
 from reef_bus.outcomes import Endings, Outcome, Refused, note, outcome
 from reef_bus.runner import blocking
 from reef_bus.samples import Batch, Given, decode_batch, encode_batch
+from reef_bus.stored import read
 
 KEPT_COPIES = 2  # of weights: what is published, and what comes next; beyond, they are read from the store
 
@@ -258,4 +259,4 @@ class Attached(Authority):
         if copy is not None:
             return copy
         manifest = Manifest.decode(self.store.get(candidate.manifest))
-        return read_weights(self.store, candidate.weights.digest, manifest)
+        return read(self.store, candidate.weights.digest, manifest)

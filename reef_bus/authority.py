@@ -7,6 +7,7 @@ when to do what: `core/reactions` says what is owed.
 from __future__ import annotations
 
 import contextlib
+import logging
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 
@@ -28,7 +29,7 @@ from reef_bus.core.effects import (
 from reef_bus.core.ids import derived
 from reef_bus.core.training import Candidate, Job
 from reef_bus.core.world import World
-from reef_bus.errors import ContractError, TransferError
+from reef_bus.errors import ContractError, TransferError, Unavailable
 from reef_bus.events import (
     Blob,
     CandidateEvaluated,
@@ -44,8 +45,11 @@ from reef_bus.events import (
 from reef_bus.manifest import Manifest
 from reef_bus.recipe import Evaluator, HoldForReview, SelectFinite, Selector, TrainingMetrics
 from reef_bus.runner import Role, blocking
-from reef_bus.samples import Batch, decode_batch
-from reef_bus.transport import Transport, transports
+from reef_bus.samples import Batch, Given, decode_batch
+from reef_bus.stored import Base, Saved, longer, read
+from reef_bus.transport import Delta, Offer, Transport, transports
+
+log = logging.getLogger(__name__)
 
 
 class Authority(Role):
@@ -137,13 +141,32 @@ class Authority(Role):
         if not self.store.has(batch.given.weights.digest):
             raise ContractError(f"the weights of job {batch.job}, {batch.given.weights.digest}, are not in the store")
         manifest = Manifest.decode(self.store.get(batch.given.manifest))
-        return self.ready(effect.job, batch.given.weights, manifest)
+        return self.ready(effect.job, self._given(batch.given, manifest, effect.base))
+
+    def _given(self, given: Given, manifest: Manifest, base: Candidate) -> Saved:
+        """It is kept in full already; that it may be told from its base is all that is left to do."""
+        if not self.config.publication.delta:
+            return Saved(given.weights, manifest)
+        new = read(self.store, given.weights.digest, manifest)
+        chain = longer(self.store, new, manifest, self.base(base))
+        return Saved(given.weights, manifest, chain.links[-1].delta if chain else None)
+
+    def base(self, candidate: Candidate) -> Base | None:
+        """A candidate as what another one is told from; None where it cannot be read, which is no reason to halt. Who
+        trains in place is not asked for it: to load it would undo the step."""
+        try:
+            manifest = Manifest.decode(self.store.get(candidate.manifest))
+            stored = self.in_place()
+            pieces = read(self.store, candidate.weights.digest, manifest) if stored else self.weights(candidate)
+            return Base(candidate.weights, manifest, pieces)
+        except (TransferError, ContractError) as error:
+            log.warning("nothing is told from candidate %s: %s", candidate.id, error)
+            return None
 
     def ready(
         self,
         job: Job,
-        weights: Blob,
-        manifest: Manifest,
+        saved: Saved,
         optimizer: Blob | None = None,
         metrics: Mapping[str, float] | None = None,
     ) -> Event:
@@ -154,11 +177,12 @@ class Authority(Role):
             attempt=job.attempt,
             candidate=derived("cand", job.id),
             base=job.base,
-            weights=weights,
+            weights=saved.weights,
             optimizer=optimizer,
-            manifest=manifest.digest,
-            tensor_bytes=manifest.total,
+            manifest=saved.manifest.digest,
+            tensor_bytes=saved.manifest.total,
             metrics=dict(metrics or {}),
+            delta=saved.delta,
         )
 
     def _evaluate(self, effect: Evaluate) -> Event:
@@ -185,10 +209,10 @@ class Authority(Role):
         target = effect.publication
         try:
             manifest = Manifest.decode(await blocking(self.store.get, target.manifest))
-            source = await blocking(self.weights, effect.candidate)
-            transport = self.transports[target.transport]
-            offer = await transport.offer(manifest, source, publication=target.id, attempt=target.attempt)
+            offer = await self._door(effect, manifest)
             scope.push_async_callback(offer.close)
+            if self.config.publication.delta and effect.candidate.delta and target.attempt == 1:
+                await blocking(self._tell_delta, offer, effect.candidate.delta)
         except (TransferError, ContractError) as error:
             return SenderFailed(
                 scenario=self.config.scenario,
@@ -207,3 +231,23 @@ class Authority(Role):
             address=offer.ticket.address,
             token=offer.ticket.token,
         )
+
+    async def _door(self, effect: OfferWeights, manifest: Manifest) -> Offer:
+        target, transport = effect.publication, self.transports[effect.publication.transport]
+        source = await blocking(self._source, transport, effect.candidate)
+        if isinstance(source, Offer):
+            return source
+        return await transport.offer(manifest, source, publication=target.id, attempt=target.attempt)
+
+    def _source(self, transport: Transport, candidate: Candidate) -> Offer | Pieces:
+        return transport.stored(candidate.weights.digest) or self.weights(candidate)
+
+    def _tell_delta(self, offer: Offer, blob: Blob) -> None:
+        """A delta that cannot be read is no reason to fail: then everybody takes the full bytes."""
+        from reef_bus.delta import base_of  # an extra (numpy, zstd), for who is configured to send deltas
+
+        try:
+            data = self.store.get(blob.digest)
+            offer.tell(Delta(base_of(data), data))
+        except (TransferError, ContractError, Unavailable) as error:
+            log.warning("the full bytes are offered alone: %s", error)

@@ -18,14 +18,18 @@ import msgspec
 from reef_bus.artifacts import ArtifactStore, place
 from reef_bus.audit import History, read_export, read_history, write_export
 from reef_bus.config import Config
+from reef_bus.core.retention import blobs as blobs_of
+from reef_bus.core.retention import retention
 from reef_bus.core.start import Start, encode_start
 from reef_bus.core.void import RULES
-from reef_bus.errors import ContractError, Rejected
+from reef_bus.errors import ContractError, Rejected, TransferError
 from reef_bus.events import Blob, CandidateReady, LogOpened, Recorded, ScenarioRegistered
 from reef_bus.jetstream import JetStreamJournal
 from reef_bus.journal import LOG, RECORDS
 from reef_bus.roll import folded, open_from, sha256, start_after, sync
 from reef_bus.runner import blocking
+from reef_bus.stored import chain_at
+from reef_bus.sweep import nothing_is_removed
 from reef_bus.topology import stream_name
 
 FORMAT = 1
@@ -106,13 +110,37 @@ async def backup(journal: JetStreamJournal, config: Config, store: ArtifactStore
 
     Raises ContractError, naming it, for a blob that is missing or damaged: the manifest of the last backup stays then.
     """
-    history = await read_history(journal, store)
-    if not history.log:
-        raise Rejected("there is nothing to back up: the log holds no event")
-    blobs = sorted(named(history) | _archives(history, store))
-    new = await blocking(_keep, blobs, store, ArtifactStore(folder / BLOBS), say)
-    say(f"{len(blobs)} blobs, {new} of them new")
-    return await blocking(_write, folder, config, history, blobs)
+    async with nothing_is_removed(config):
+        history = await read_history(journal, store)
+        if not history.log:
+            raise Rejected("there is nothing to back up: the log holds no event")
+        blobs = await blocking(_to_keep, history, config, store)
+        new = await blocking(_keep, blobs, store, ArtifactStore(folder / BLOBS), say)
+        say(f"{len(blobs)} blobs, {new} of them new")
+        return await blocking(_write, folder, config, history, blobs)
+
+
+def _to_keep(history: History, config: Config, store: ArtifactStore) -> list[str]:
+    """All that the history stands on, but for what was removed because no release within reach needs it."""
+    spare = _spare(history, config.artifacts.keep)
+    removed = {digest for digest in spare if not store.has(digest)}
+    return sorted(_links(named(history) - removed, store) | _archives(history, store))
+
+
+def _spare(history: History, keep: int) -> frozenset[str]:
+    if not keep:
+        return frozenset()
+    found = retention(folded(history), keep)
+    return blobs_of(found.spare) - blobs_of(found.needed)
+
+
+def _links(digests: set[str], store: ArtifactStore) -> set[str]:
+    """The digests, and what those among them that are chains stand on."""
+    try:
+        chains = [chain for chain in (chain_at(store, digest) for digest in digests) if chain]
+    except TransferError as error:
+        raise ContractError(f"a blob is damaged: {error}") from error
+    return digests.union(*(chain.blobs for chain in chains))
 
 
 def _archives(history: History, store: ArtifactStore) -> set[str]:
@@ -213,9 +241,15 @@ def _check_history(folder: Path, inventory: Inventory, history: History) -> None
     found = {LOG: _extent(history.log), RECORDS: _extent(history.records)}
     if found != inventory.streams:
         raise ContractError(f"{folder / inventory.history} holds {found}, its manifest says {inventory.streams}")
-    if missing := named(history) - set(inventory.blobs):
+    if missing := named(history) - set(inventory.blobs) - _spare(history, _kept(inventory)):
         raise ContractError(f"{folder / MANIFEST} lacks blobs that its history names: {sorted(missing)[:4]}")
     folded(history)
+
+
+def _kept(inventory: Inventory) -> int:
+    """`artifacts.keep`, as it was; backups from before it kept everything."""
+    keep = inventory.config.get("artifacts", {}).get("keep", 0)
+    return keep if isinstance(keep, int) else 0
 
 
 async def restore(

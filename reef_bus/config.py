@@ -5,8 +5,10 @@ Knows: names, defaults and what contradicts what. Must not know: how anything is
 
 from __future__ import annotations
 
+import importlib.util
 import math
 import re
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,7 @@ MAX_PUBLISHERS = 16  # they only append: more than a few add nothing but conflic
 TRANSPORTS = ("tcp", "torch", "ucx", "shm", "files")
 """Not among the defaults: ucx and torch need more than is installed, shm serves no engine on another host."""
 ATTACHED = "attached"
+ZSTD = () if sys.version_info >= (3, 14) else ("backports", "backports.zstd")  # a parent comes before what is in it
 RESERVED = ("trainer", "publisher", "gateway", "supervisor", "nats")
 
 
@@ -82,7 +85,9 @@ class Publication(Part, frozen=True, kw_only=True):
     """How releases are published: `every` candidate in its turn, or the `latest`; by how many `publishers`. In mode
     `fenced` engines stop for the transfer; in mode `staged` they receive beside what they serve, and stop to swap.
     `transport`: the only one to be used; empty: the first that the trainer offers and every engine accepts.
-    `torch_device`: where groups of transport `torch` are, `cpu` (gloo) or `cuda` (NCCL, each end on its own GPU)."""
+    `torch_device`: where groups of transport `torch` are, `cpu` (gloo) or `cuda` (NCCL, each end on its own GPU). With
+    `delta`, over `tcp` and `files`, who stages gets what has changed since the version that it serves, where that is
+    known and less than all; it needs the extra `delta`."""
 
     publishers: int = 2
     publish: str = "every"
@@ -90,13 +95,20 @@ class Publication(Part, frozen=True, kw_only=True):
     torch_device: str = "cpu"
     mode: str = "fenced"
     pause: str = "drain"
+    delta: bool = False
     deadlines: Deadlines = Deadlines()
 
 
 class Artifacts(Part, frozen=True, kw_only=True):
-    """The artifact store, `at` a folder, or a URL that fsspec reaches; empty: `artifacts` in the state folder."""
+    """The artifact store, `at` a folder, or a URL that fsspec reaches; empty: `artifacts` in the state folder. How
+    candidates' weights are kept: every `anchor_every`th in full, those between as what has changed since the one that
+    they were trained from, where that is less than all. 1: all in full; more needs the extra `delta`. `keep`: how many
+    releases before the head a rollback may go back to; weights and optimizer states that only older ones or unpublished
+    candidates need are removed, so that no other deployment may share the store. 0: nothing ever is."""
 
     at: str = ""
+    anchor_every: int = 1
+    keep: int = 0
 
 
 class Metrics(Part, frozen=True, kw_only=True):
@@ -159,6 +171,10 @@ class Config(Part, frozen=True, kw_only=True):
             raise Rejected(f"component {component!r} has no metrics port: the configuration names {', '.join(known)}")
         return self.metrics.port + known.index(component)
 
+    def tells_deltas(self) -> bool:
+        """Whether candidates are also told from what they were trained from."""
+        return self.publication.delta or self.artifacts.anchor_every > 1
+
     def policy(self) -> Policy:
         published = self.publication
         return Policy(
@@ -167,6 +183,7 @@ class Config(Part, frozen=True, kw_only=True):
             pause=published.pause,
             publish=published.publish,
             deadlines=published.deadlines,
+            keep=self.artifacts.keep,
         )
 
 
@@ -258,6 +275,20 @@ def check(config: Config) -> Config:
         raise Rejected(f"publication.torch-device is {config.publication.torch_device!r}; expected cpu or cuda")
     if config.publication.mode not in ("fenced", "staged"):
         raise Rejected(f"publication.mode is {config.publication.mode!r}; expected fenced or staged")
+    if config.publication.delta and config.publication.mode != "staged":
+        raise Rejected(
+            "publication.delta needs publication.mode staged: in mode fenced a delta would overwrite its own base"
+        )
+    if config.artifacts.anchor_every < 1:
+        raise Rejected(f"artifacts.anchor-every is {config.artifacts.anchor_every}: expected 1 (all in full) or more")
+    if config.artifacts.keep < 0:
+        raise Rejected(f"artifacts.keep is {config.artifacts.keep}: expected 0 (everything) or a number of releases")
+    if config.artifacts.keep and config.training.backend == ATTACHED:
+        raise Rejected(
+            "artifacts.keep is for trainers that are roles: what a loop of your own handed in is never removed"
+        )
+    if config.tells_deltas() and not all(map(_installed, ("numpy", *ZSTD))):
+        raise Rejected("publication.delta and artifacts.anchor-every need an extra: pip install 'reef-bus[delta]'")
     if not 1 <= config.publication.publishers <= MAX_PUBLISHERS:
         raise Rejected(f"publication.publishers is {config.publication.publishers}: expected 1 to {MAX_PUBLISHERS}")
     if config.publication.pause != "drain":
@@ -284,6 +315,10 @@ def _check_artifacts(where: str) -> None:
             f"artifacts.at is {shown!r} with a password, which would be seen in files and logs; take it out, and set "
             f"FSSPEC_{scheme.upper()}_PASSWORD in the environment of every process"
         )
+
+
+def _installed(module: str) -> bool:
+    return importlib.util.find_spec(module) is not None
 
 
 def dump(config: Config) -> bytes:

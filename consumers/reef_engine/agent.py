@@ -15,7 +15,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from reef_bus.artifacts import ArtifactStore, load_weights
+from consumers.reef_engine.rebase import Live, Rebased, rebase
+from reef_bus.artifacts import ArtifactStore
 from reef_bus.backends import InferenceBackend, Pieces, Places, places
 from reef_bus.config import Config
 from reef_bus.core import reactions
@@ -37,6 +38,7 @@ from reef_bus.events import (
 from reef_bus.journal import LOG, Beat, Journal
 from reef_bus.manifest import Manifest, describe, differences
 from reef_bus.runner import Role, blocking
+from reef_bus.stored import load
 from reef_bus.transport import Ticket, Transport, transports
 
 log = logging.getLogger(__name__)
@@ -215,9 +217,7 @@ class Agent(Role):
             try:
                 target = Manifest.decode(await blocking(self.store.get, effect.manifest))
                 beside = await blocking(self._beside)
-                moved = await self._move(effect, target, beside)
-                self.fault.strike(beside, effect.load_id)
-                found = await blocking(describe, beside)
+                found, moved, base = await self._fill(effect, target, beside)
             except (TransferError, ContractError) as error:
                 return self._failed(effect, _cause(error), str(error))
             if found.digest != effect.manifest:
@@ -232,7 +232,34 @@ class Agent(Role):
             tensors=len(found.tensors),
             bytes=moved,
             ms=_ms(began),
+            base_manifest=base,
         )
+
+    async def _fill(self, effect: Stage, target: Manifest, beside: Pieces) -> tuple[Manifest, int, str]:
+        """By a delta on what is served, if there is one and the result is the target; else in full. Returns what was
+        found, the bytes that moved for it, and the delta's base (an empty string: in full)."""
+        told = await self._rebase(effect, target, beside)
+        if told.base:
+            self.fault.strike(beside, effect.load_id)
+            found = await blocking(describe, beside)
+            if found.digest == effect.manifest:
+                log.info("staged %s by a delta: %d bytes moved of %d", effect.load_id, told.moved, target.total)
+                return found, told.moved, told.base
+            log.warning("%s comes in full: by the delta, %s", effect.load_id, differences(target, found)[0])
+        moved = await self._move(effect, target, beside)
+        self.fault.strike(beside, effect.load_id)
+        return await blocking(describe, beside), told.moved + moved, ""
+
+    async def _rebase(self, effect: Stage, target: Manifest, beside: Pieces) -> Rebased:
+        """Only of what was proven, and only in the first attempt: those after a failure are in full."""
+        transport = self.transports.get(effect.transport)
+        if not (self.config.publication.delta and effect.attempt == 1 and self.proven and transport):
+            return Rebased()
+        try:
+            proven = Manifest.decode(await blocking(self.store.get, self.proven))
+        except ContractError:  # what this memory holds is no release that the store knows
+            return Rebased()
+        return await rebase(transport, effect, target, Live(self.backend.live(), proven), beside)
 
     def _beside(self) -> Pieces:
         """The second copy, once it is certain that to write it is not to write what is served."""
@@ -267,14 +294,21 @@ class Agent(Role):
                 self._writing()
                 try:
                     target = Manifest.decode(await blocking(self.store.get, effect.manifest))
-                    moved = await blocking(load_weights, self.store, effect.weights.digest, self.backend.live(), target)
+                    moved = await blocking(load, self.store, effect.weights.digest, self.backend.live(), target)
                 except (TransferError, ContractError) as error:
+                    self._require_head(effect, error)
                     return EngineLeft(engine=self.me.id, reason=f"cannot load the head {effect.load_id}: {error}")
                 found = await self._hash()
                 if found.digest != effect.manifest:
                     why = f"the head {effect.load_id} was loaded, but {differences(target, found)[0]}"
                     return EngineLeft(engine=self.me.id, reason=why)
         return self._verified(effect.load_id, found, method, moved, began)
+
+    def _require_head(self, effect: VerifyHead, error: TransferError | ContractError) -> None:
+        """Who was too slow for the head that it loads, and finds its artifact removed, owes another one by now."""
+        head = self.world.publications.head
+        if head is not None and head.load_id != effect.load_id:
+            raise Unavailable(f"{effect.load_id} is the head no more, {head.load_id} is: {error}") from error
 
     async def _swap(self, effect: VerifyHead) -> Manifest | None:
         """What is served now, if that is the staging of this head, where it was hashed and untouched since; in every

@@ -7,6 +7,7 @@ Knows: its backend, the artifact store, the transports. Must not know: engines, 
 from __future__ import annotations
 
 import contextlib
+import shutil
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -19,14 +20,17 @@ from reef_bus.backends import Pieces, TrainingBackend
 from reef_bus.config import ATTACHED, Config
 from reef_bus.core.effects import AssembleBatch, Debt, Me, Train
 from reef_bus.core.ids import BASE, derived
+from reef_bus.core.retention import retention
 from reef_bus.core.training import Candidate
 from reef_bus.core.world import World
-from reef_bus.errors import ContractError, Rejected
+from reef_bus.errors import ContractError, Rejected, TransferError
 from reef_bus.events import Blob, Event, JobDispatched, JobDropped, Recorded
 from reef_bus.journal import Journal
 from reef_bus.manifest import Manifest
 from reef_bus.runner import Role, blocking
 from reef_bus.samples import Batch, decode_batch, encode_batch
+from reef_bus.stored import Saved, as_file, save
+from reef_bus.sweep import sweep
 
 KEPT_STATES = 3  # the head, the candidate being published, and the one being trained
 
@@ -40,6 +44,8 @@ class Trainer(Authority):
         super().__init__(config, me, store)
         self.backend = backend
         self.book = book
+        self.world = World()
+        self._gone = set[str]()  # blobs that were removed
         self._states: dict[str, Any] = {}
         self._kept = threading.Lock()  # an offer loads in one thread while a job trains in another
 
@@ -53,11 +59,20 @@ class Trainer(Authority):
         return debts
 
     def folded(self, world: World, batch: Sequence[Recorded]) -> None:
+        self.world = world
         self.book.moved(world)
+
+    async def perform(self, debt: Debt, scope: contextlib.AsyncExitStack) -> Event | None:
+        """Before a step, when nobody here stores anything, what nobody needs any more is removed."""
+        if isinstance(debt.effect, Train) and self.config.artifacts.keep:
+            found = retention(self.world, self.config.artifacts.keep)
+            await blocking(sweep, self.store, self.config, found, self._gone)
+        return await super().perform(debt, scope)
 
     def register(self) -> Event:
         state = self._remember(BASE, self.backend.initial())
-        return self.registered("grpo", *self._save(state))
+        weights, manifest = save_weights(self.store, self.backend.weights(state))
+        return self.registered("grpo", weights, self._again(manifest), self._optimizer(state))
 
     def weights(self, candidate: Candidate) -> Pieces:
         return self.backend.weights(self._state(candidate))
@@ -97,14 +112,23 @@ class Trainer(Authority):
             state, metrics = self.backend.train(base, batch.samples, batch.seed)
         except ContractError as error:
             return JobDropped(scenario=self.config.scenario, job=job.id, reason="not_trainable", detail=str(error))
-        made = self._save(self._remember(derived("cand", job.id), state))
-        return self.ready(job, *made, metrics)
+        saved = self._save(self._remember(derived("cand", job.id), state), effect.base)
+        return self.ready(job, saved, self._optimizer(state), metrics)
 
-    def _save(self, state: Any) -> tuple[Blob, Manifest, Blob]:
-        """Make a state durable; the manifest is read back, so that what is named on the log is what can be loaded."""
-        weights, manifest = save_weights(self.store, self.backend.weights(state))
-        optimizer = self.store.put(self.backend.optimizer(state))
-        return weights, Manifest.decode(self.store.get(manifest.digest)), optimizer
+    def _save(self, state: Any, base: Candidate) -> Saved:
+        """Make a candidate durable; the manifest is read back, so that what the log names is what can be loaded."""
+        weights = self.backend.weights(state)
+        if self.config.tells_deltas():
+            saved = save(self.store, weights, self.base(base), self.config.artifacts.anchor_every)
+        else:
+            saved = Saved(*save_weights(self.store, weights))
+        return saved._replace(manifest=self._again(saved.manifest))
+
+    def _again(self, manifest: Manifest) -> Manifest:
+        return Manifest.decode(self.store.get(manifest.digest))
+
+    def _optimizer(self, state: Any) -> Blob:
+        return self.store.put(self.backend.optimizer(state))
 
     def _state(self, candidate: Candidate) -> Any:
         with self._kept:
@@ -114,11 +138,15 @@ class Trainer(Authority):
         return self._remember(candidate.id, found)
 
     def _load(self, candidate: Candidate) -> Any:
-        with contextlib.ExitStack() as stack:
-            weights = stack.enter_context(self.store.local(candidate.weights.digest))
-            kept = candidate.optimizer
-            optimizer = stack.enter_context(self.store.local(kept.digest)) if kept else None
-            return self.backend.load(weights, optimizer)
+        scratch, kept = self.config.folder("scratch"), candidate.optimizer
+        try:
+            with contextlib.ExitStack() as stack:
+                version = as_file(self.store, candidate.weights.digest, candidate.manifest, scratch)
+                weights = stack.enter_context(version)
+                optimizer = stack.enter_context(self.store.local(kept.digest)) if kept else None
+                return self.backend.load(weights, optimizer)
+        except TransferError as error:
+            raise ContractError(f"candidate {candidate.id} cannot be read: {error}") from error
 
     def _remember(self, candidate: str, state: Any) -> Any:
         with self._kept:
@@ -139,6 +167,7 @@ async def _build(config: Config, journal: Journal, me: Me, stack: contextlib.Asy
         raise Rejected("training.backend is attached: the trainer is a loop of your own (reef_bus.attach), not a role")
     backend: TrainingBackend = await blocking(_backend, config)
     store = ArtifactStore(config.artifact_root())
+    shutil.rmtree(config.folder("scratch"))  # what a boot that was killed had left there
     book = RecordBook(config, journal, store)
     await book.start(stack)
     return Trainer(config, me, backend, store, book)

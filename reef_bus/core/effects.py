@@ -34,13 +34,15 @@ class Restarts(msgspec.Struct, frozen=True, rename="kebab", forbid_unknown_field
 
 class Policy(msgspec.Struct, frozen=True, kw_only=True):
     """What a publisher decides by, beside the log. `publish` is `every` candidate in its turn, or the `latest` one;
-    `transport` the only one that may be used, or empty: the first that the trainer offers and every engine accepts."""
+    `transport` the only one that may be used, or empty: the first that the trainer offers and every engine accepts.
+    `keep`: how many releases before the head a rollback may go back to; 0: all."""
 
     transport: str = ""
     mode: str = "fenced"
     pause: str = "drain"
     publish: str = "every"
     deadlines: Deadlines = Deadlines()
+    keep: int = 0
 
 
 class Effect(msgspec.Struct, frozen=True):

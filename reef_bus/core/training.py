@@ -33,7 +33,8 @@ from reef_bus.events import (
 
 
 class Candidate(msgspec.Struct, kw_only=True):
-    """One checkpointed update. `base` is the candidate that it was trained from; `selected` and `seq` are sequences."""
+    """One checkpointed update. `base` is the candidate that it was trained from, `delta` tells its weights from that
+    one's, if there is one; `selected` and `seq` are sequences."""
 
     id: str
     base: str
@@ -45,6 +46,7 @@ class Candidate(msgspec.Struct, kw_only=True):
     seq: int
     selected: int = 0
     rejected: bool = False
+    delta: Blob | None = None
 
 
 class Job(msgspec.Struct, kw_only=True):
@@ -162,6 +164,7 @@ def _ready(training: Training, recorded: Recorded, event: CandidateReady) -> Non
         manifest=event.manifest,
         tensor_bytes=event.tensor_bytes,
         seq=recorded.seq,
+        delta=event.delta,
     )
 
 

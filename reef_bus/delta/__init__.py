@@ -72,6 +72,11 @@ def _written(plan: list[Bucket], records: list[Record], base: Pieces, into: Piec
         yield bucket.nbytes
 
 
+def base_of(delta: Part) -> str:
+    """The digest of the base that it is for. Raises DeltaError as `apply` does, for what the delta itself shows."""
+    return read(delta)[0].base
+
+
 def rebuild(delta: Part, base: Pieces, base_manifest: Manifest, into: Pieces, manifest: Manifest) -> None:
     """Apply all of it and hash what `into` then holds. Returns only if that is the version which `manifest` describes.
     Every doubt about the delta is a DeltaError: `into` is then worth nothing, and the full bytes are to be taken."""

@@ -45,7 +45,11 @@ class EngineFenced(EngineEvent, frozen=True, kw_only=True):
 
 
 class EngineStaged(EngineEvent, frozen=True, kw_only=True):
-    """What the copy beside the served one hashes to. It stays as it is until it was swapped in, or dropped."""
+    """What the copy beside the served one hashes to. It stays as it is until it was swapped in, or dropped.
+
+    `bytes` moved for it. They were a delta if `base_manifest` is not empty: what was served meanwhile, and is the
+    base of that delta.
+    """
 
     publication: str
     attempt: int
@@ -54,6 +58,7 @@ class EngineStaged(EngineEvent, frozen=True, kw_only=True):
     tensors: int
     bytes: int
     ms: float
+    base_manifest: str = ""
 
 
 class ReceiverVerified(EngineEvent, frozen=True, kw_only=True):

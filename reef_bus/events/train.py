@@ -79,7 +79,10 @@ class JobDiscarded(TrainEvent, frozen=True, kw_only=True):
 
 
 class CandidateReady(TrainEvent, frozen=True, kw_only=True):
-    """A candidate's weights, optimizer state and manifest are durable, and the manifest digest was re-read."""
+    """A candidate's weights, optimizer state and manifest are durable, and the manifest digest was re-read.
+
+    `weights` holds them in full (safetensors), or names an anchor and the deltas that lead from it to them (a chain);
+    `delta` tells them from the weights of `base`. Either was read back, and the result hashed."""
 
     job: str
     attempt: int
@@ -90,6 +93,7 @@ class CandidateReady(TrainEvent, frozen=True, kw_only=True):
     manifest: str
     tensor_bytes: int
     metrics: dict[str, float]
+    delta: Blob | None = None
 
 
 class CandidateEvaluated(TrainEvent, frozen=True, kw_only=True):

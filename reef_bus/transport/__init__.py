@@ -10,6 +10,7 @@ import contextlib
 import errno
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import msgspec
 
@@ -31,6 +32,13 @@ class Ticket(msgspec.Struct, frozen=True):
     token: str
 
 
+class Delta(NamedTuple):
+    """A version as a sender may tell it to whoever proved to hold exactly `base`, a manifest's digest."""
+
+    base: str
+    data: bytes
+
+
 class Offer(ABC):
     """One attempt's open door at the sender."""
 
@@ -42,7 +50,10 @@ class Offer(ABC):
     @property
     @abstractmethod
     def sent_bytes(self) -> int:
-        """Bytes of tensors handed to the network so far, all receivers together."""
+        """Bytes of tensors, or of deltas, handed to the network so far, all receivers together."""
+
+    def tell(self, delta: Delta) -> None:
+        """Have this delta to give, beside the full bytes. A transport that tells no deltas has no use for it."""
 
     @abstractmethod
     async def close(self) -> None:
@@ -82,6 +93,18 @@ class Transport(ABC):
 
         `progress` gets the bytes that have arrived so far. When this returns, raises or is cancelled, nothing of the
         attempt can write into `target` any more, so the caller may hash it. It has **not** been hashed."""
+
+    async def delta(
+        self, ticket: Ticket, manifest: Manifest, base: str, *, publication: str, attempt: int, stall_s: float = STALL_S
+    ) -> bytes | bytearray | None:
+        """What tells the version from `base`, the digest that the receiver has proven to hold, in less than all bytes.
+        None where there is no such thing: then all are to be received. Nothing of it has been looked at."""
+        return None
+
+    def stored(self, weights: str) -> Offer | None:
+        """An offer of what the store has under that name, where receivers read it there by themselves and need no
+        tensors of a sender's. None: `offer` those."""
+        return None
 
 
 @contextlib.contextmanager

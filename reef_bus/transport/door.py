@@ -34,7 +34,8 @@ _logger = logging.getLogger(__name__)
 
 class Hello(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What a receiver came for: `manifest` is its digest, `after` the bytes that it holds already. `serves`: where
-    others may take from it what it has; empty if nowhere. `direct`: from this peer, or not at all."""
+    others may take from it what it has; empty if nowhere. `direct`: from this peer, or not at all. With a `base`, the
+    digest of what its memory was proven to hold, it came for a delta from there, and for nothing else."""
 
     token: str
     publication: str
@@ -43,22 +44,25 @@ class Hello(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     after: Annotated[int, msgspec.Meta(ge=0)] = 0
     serves: str = ""
     direct: bool = False
+    base: str = ""
 
 
 class Answer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What the peer says to it: with an empty `cause` the bytes follow, or are to be had from the receiver `take`."""
+    """What the peer says to it: with an empty `cause` the bytes follow, or are to be had from the receiver `take`. Who
+    came for a delta gets as many bytes as `delta` says: 0, where there is none from its base."""
 
     cause: Literal["", "refused", "mismatch"] = ""
     message: str = ""
     take: str = ""
+    delta: Annotated[int, msgspec.Meta(ge=0)] = 0
 
 
 _Message = TypeVar("_Message", Hello, Answer)
 
 
 class Door:
-    """A listener, and one task per receiver that came; `admit` serves whom the handshake let in, unless `elsewhere`
-    names another receiver, which has the same bytes."""
+    """A listener, and one task per receiver that came; `admit` serves whom the handshake let in, unless `answer` names
+    another receiver, which has the same bytes."""
 
     def __init__(
         self,
@@ -66,10 +70,10 @@ class Door:
         hello: Hello,
         stall_s: float,
         admit: Callable[[Link, Hello], Awaitable[None]],
-        elsewhere: Callable[[Hello], str] = lambda hello: "",
+        answer: Callable[[Hello], Answer] = lambda hello: Answer(),
     ) -> None:
         self._listener, self._hello, self._stall_s = listener, hello, stall_s
-        self._admit, self._elsewhere = admit, elsewhere
+        self._admit, self._answer = admit, answer
         self._serving: set[asyncio.Task[None]] = set()
         self._loop = asyncio.get_running_loop()
         listener.setblocking(False)
@@ -115,9 +119,7 @@ class Door:
                 async with asyncio.timeout(self._stall_s) as deadline:
                     link = Link(sock, deadline, self._stall_s)
                     hello = await link.hear(Hello)
-                    answer = _judge(hello, self._hello)
-                    if not answer.cause:
-                        answer = Answer(take=self._elsewhere(hello))
+                    answer = _judge(hello, self._hello) or self._answer(hello)
                     await link.say(answer)
                     if not answer.cause and not answer.take:
                         await self._admit(link, hello)
@@ -169,20 +171,20 @@ class Link:
         await self.send(len(body).to_bytes(4, "big") + body)
 
     async def hear(self, kind: type[_Message]) -> _Message:
-        size = int.from_bytes(await self._exactly(4), "big")
+        size = int.from_bytes(await self.exactly(4), "big")
         if size > MESSAGE_LIMIT:
             raise TransferError("protocol", f"a handshake of {size} bytes: that peer speaks something else")
         try:
-            return msgspec.json.decode(await self._exactly(size), type=kind)
+            return msgspec.json.decode(await self.exactly(size), type=kind)
         except (msgspec.MsgspecError, UnicodeError) as error:
             raise TransferError("protocol", f"expected {kind.__name__}: {error}") from error
 
-    async def _exactly(self, size: int) -> bytes:
+    async def exactly(self, size: int) -> bytearray:
         data = bytearray(size)
         rest = memoryview(data)
         while rest:
             rest = rest[await self.read_into(rest) :]
-        return bytes(data)
+        return data
 
     def wait(self) -> None:
         """Until something moves again, it is not the peer who is late."""
@@ -204,8 +206,8 @@ class Link:
             await asyncio.sleep(0)
 
 
-def _judge(hello: Hello, expected: Hello) -> Answer:
-    """Whether a receiver belongs to this attempt. The token comes first: to strangers nothing else is told."""
+def _judge(hello: Hello, expected: Hello) -> Answer | None:
+    """Why a receiver does not belong to this attempt. The token comes first: to strangers nothing else is told."""
     if not secrets.compare_digest(hello.token.encode(), expected.token.encode()):
         return Answer("refused", "the token is not this attempt's")
     if (hello.publication, hello.attempt) != (expected.publication, expected.attempt):
@@ -213,4 +215,4 @@ def _judge(hello: Hello, expected: Hello) -> Answer:
         return Answer("refused", f"{found} is not open here, {instead} is")
     if hello.manifest != expected.manifest:
         return Answer("mismatch", f"the receiver expects manifest {hello.manifest}, offered is {expected.manifest}")
-    return Answer()
+    return None

@@ -9,14 +9,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
+from typing import Any, TypeVar
 
 from reef_bus.artifacts import ArtifactStore, copy_weights, verify_weights, weights_blob
 from reef_bus.backends import Pieces
 from reef_bus.errors import ContractError, TransferError, Unavailable
 from reef_bus.manifest import Manifest, describe, differences, require_fit
-from reef_bus.shelf import Opened
+from reef_bus.shelf import SLICE_BYTES, Opened
+from reef_bus.stored import build, chain_at, part
 from reef_bus.transport import STALL_S, Offer, Ticket, Transport, transfer_errors
+
+T = TypeVar("T")
 
 
 class FilesTransport(Transport):
@@ -40,6 +44,25 @@ class FilesTransport(Transport):
             raise TransferError("refused", f"no artifact at {where}: call save_weights before offering it")
         return FilesOffer(Ticket(self.name, blob.digest, ""))
 
+    def stored(self, weights: str) -> Offer | None:
+        """Of a chain alone: what is kept in full is offered by its tensors, and compared with them."""
+        return FilesOffer(Ticket(self.name, weights, "")) if chain_at(self._store, weights) else None
+
+    async def delta(
+        self, ticket: Ticket, manifest: Manifest, base: str, *, publication: str, attempt: int, stall_s: float = STALL_S
+    ) -> bytes | bytearray | None:
+        """The last link of the chain, for who holds what is before it: the rest of the chain need not be read."""
+        about = f"artifact {_where(self._store, ticket)}"
+        with transfer_errors(about), _answered(about):
+            async with asyncio.timeout(stall_s):
+                return await asyncio.to_thread(self._last, ticket.address, base)
+
+    def _last(self, weights: str, base: str) -> bytes | None:
+        chain = chain_at(self._store, weights)
+        if chain is None or not chain.links or chain.manifests[-2] != base:
+            return None
+        return part(self._store, chain.links[-1].delta.digest)
+
     async def receive(
         self,
         ticket: Ticket,
@@ -53,57 +76,67 @@ class FilesTransport(Transport):
     ) -> int:
         require_fit(manifest, target, writable=True)
         about = f"artifact {_where(self._store, ticket)}"
-        with transfer_errors(about):
+        with transfer_errors(about), _answered(about):
             async with asyncio.timeout(stall_s) as deadline:
-                opened = await self._verified(ticket.address, manifest, deadline, stall_s)
+                chain = await asyncio.to_thread(chain_at, self._store, ticket.address)
+                if chain is not None:
+                    built = await self._read(build(self._store, chain, manifest), deadline, stall_s)
+                    await _copy(_slices(built, target), deadline, stall_s, progress)
+                    return chain.nbytes
+                opened = await self._read(verify_weights(self._store, ticket.address, manifest), deadline, stall_s)
                 with opened.file:
-                    return await _copy(opened, target, deadline, stall_s, progress)
+                    return await _copy(copy_weights(opened, target), deadline, stall_s, progress)
 
-    async def _verified(self, digest: str, manifest: Manifest, deadline: asyncio.Timeout, stall_s: float) -> Opened:
+    async def _read(self, steps: Generator[int, None, T], deadline: asyncio.Timeout, stall_s: float) -> T:
         """Fetched and compared off the loop, because a disk or a server may hang. A thread that is left behind there
-        only reads, stops at its next slice, and closes what it opened."""
+        only reads, into memory that is nobody's, stops at its next step, and closes what it opened."""
         left, loop = threading.Event(), asyncio.get_running_loop()
 
         def moved() -> None:
             if not left.is_set() and not deadline.expired():
                 _put_off(deadline, stall_s)
 
-        def step(steps: Generator[int, None, Opened]) -> None:
+        def step() -> None:
             next(steps)
             if left.is_set():
-                raise TransferError("retracted", f"nobody waits for {digest} any more")
+                raise TransferError("retracted", "nobody waits for it any more")
             loop.call_soon_threadsafe(moved)
 
-        thread = asyncio.ensure_future(asyncio.to_thread(_verify, verify_weights(self._store, digest, manifest), step))
+        thread = asyncio.ensure_future(asyncio.to_thread(_exhausted, steps, step))
         try:
             return await asyncio.shield(thread)
-        except Unavailable as error:
-            raise TransferError("closed", f"artifact {self._store.where(digest)}: {error}") from error
         except BaseException:
             left.set()
             thread.add_done_callback(_close)
             raise
 
 
-def _verify(steps: Generator[int, None, Opened], step: Callable[[Generator[int, None, Opened]], None]) -> Opened:
+def _exhausted(steps: Generator[int, None, T], step: Callable[[], None]) -> T:
     with contextlib.closing(steps):
         while True:
             try:
-                step(steps)
+                step()
             except StopIteration as end:
-                opened: Opened = end.value
-                return opened
+                found: T = end.value
+                return found
 
 
-def _close(thread: asyncio.Future[Opened]) -> None:
+def _close(thread: asyncio.Future[Any]) -> None:
     """What a thread had opened when nobody waited for it any more."""
-    if not thread.cancelled() and thread.exception() is None:
+    if not thread.cancelled() and thread.exception() is None and isinstance(thread.result(), Opened):
         thread.result().file.close()
 
 
+@contextlib.contextmanager
+def _answered(about: str) -> Iterator[None]:
+    try:
+        yield
+    except Unavailable as error:
+        raise TransferError("closed", f"{about}: {error}") from error
+
+
 async def _copy(
-    opened: Opened,
-    target: Pieces,
+    steps: Generator[int, None, None],
     deadline: asyncio.Timeout,
     stall_s: float,
     progress: Callable[[int], None] | None,
@@ -111,7 +144,7 @@ async def _copy(
     """On the loop, slice by slice, from pages that verifying has just read: no thread ever holds the target, so
     that nothing is left to write into it after a cancel."""
     total = 0
-    with contextlib.closing(copy_weights(opened, target)) as steps:
+    with contextlib.closing(steps):
         for count in steps:
             total += count
             _put_off(deadline, stall_s)
@@ -119,6 +152,15 @@ async def _copy(
                 progress(total)
             await asyncio.sleep(0)
     return total
+
+
+def _slices(source: Pieces, target: Pieces) -> Generator[int, None, None]:
+    """Copy one version's memory, yielding bytes per step."""
+    for name, piece in target.items():
+        for start in range(0, piece.data.nbytes, SLICE_BYTES):
+            part = source[name].data[start : start + SLICE_BYTES]
+            piece.data[start : start + part.nbytes] = part
+            yield part.nbytes
 
 
 class FilesOffer(Offer):

@@ -8,6 +8,9 @@ weights only the first receiver takes from the sender; the next one is sent to i
 chain, so that a sender's cost does not grow with receivers. Who finds nothing there, or other bytes than the manifest
 names, takes the rest from the sender itself. Whoever is behind a slow receiver is as slow: so after a failed attempt
 everybody takes from the sender, and each is guilty of itself alone.
+
+Who proved to hold a base may first ask the sender for a delta from it, on a connection of its own. Deltas are not
+passed on, and who applied one passes nothing on: it was never part of the chain.
 """
 
 from __future__ import annotations
@@ -24,8 +27,8 @@ from xxhash import xxh3_128_hexdigest
 from reef_bus.backends import Pieces
 from reef_bus.errors import TransferError
 from reef_bus.manifest import Manifest, TensorEntry, require_fit
-from reef_bus.transport import STALL_S, Offer, Ticket, Transport, transfer_errors
-from reef_bus.transport.door import BACKLOG, Door, Hello, Link
+from reef_bus.transport import STALL_S, Delta, Offer, Ticket, Transport, transfer_errors
+from reef_bus.transport.door import BACKLOG, Answer, Door, Hello, Link
 from reef_bus.transport.held import Held
 
 CHAIN_BYTES = 16 << 20
@@ -70,6 +73,19 @@ class TcpTransport(Transport):
                 await receiver.run(deadline)
         return manifest.total
 
+    async def delta(
+        self, ticket: Ticket, manifest: Manifest, base: str, *, publication: str, attempt: int, stall_s: float = STALL_S
+    ) -> bytes | bytearray | None:
+        peer = _address(ticket)
+        with transfer_errors(f"sender {ticket.address}"), socket.socket(family(peer[0])) as sock:
+            async with asyncio.timeout(stall_s) as deadline:
+                link = Link(sock, deadline, stall_s)
+                await asyncio.get_running_loop().sock_connect(sock, peer)
+                answer = await link.enter(Hello(ticket.token, publication, attempt, manifest.digest, base=base))
+                if not 0 < answer.delta < manifest.total:
+                    return None
+                return await link.exactly(answer.delta)
+
 
 class TcpOffer(Offer):
     """A sender's door. The first receiver takes from here; each one after it is sent to the one before."""
@@ -78,7 +94,8 @@ class TcpOffer(Offer):
         self._ticket = Ticket("tcp", address_of(listener), hello.token)
         self._held, self._sent = held, 0
         self._last = ""  # where the last receiver serves
-        self._door = Door(listener, hello, stall_s, self._send, self._elsewhere)
+        self._delta: Delta | None = None
+        self._door = Door(listener, hello, stall_s, self._send, self._answer)
 
     @property
     def ticket(self) -> Ticket:
@@ -91,6 +108,21 @@ class TcpOffer(Offer):
     async def close(self) -> None:
         await self._door.close()
 
+    def tell(self, delta: Delta) -> None:
+        self._delta = delta
+
+    def _answer(self, hello: Hello) -> Answer:
+        if hello.base:
+            return Answer(delta=len(self._told(hello)))
+        return Answer(take=self._elsewhere(hello))
+
+    def _told(self, hello: Hello) -> memoryview:
+        """The delta, for who holds its base; nothing for all others, and where the full bytes are no more than that."""
+        delta = self._delta
+        if delta is None or delta.base != hello.base or len(delta.data) >= self._held.total:
+            return memoryview(b"")
+        return memoryview(delta.data)
+
     def _elsewhere(self, hello: Hello) -> str:
         if not hello.serves or hello.attempt > 1:
             return ""
@@ -98,7 +130,8 @@ class TcpOffer(Offer):
         return "" if hello.direct else before
 
     async def _send(self, link: Link, hello: Hello) -> None:
-        for part in self._held.parts(hello.after, self._held.total):
+        source = Held([self._told(hello)], full=True) if hello.base else self._held
+        for part in source.parts(hello.after, source.total):
             await link.send(part)
             self._sent += part.nbytes
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from reef_bus.chain import Edge, Kept, Reader, Reading, Release, anchors, publishes, removable, route
+from tests.chains import Edge, Kept, Reader, Reading, Release, anchors, publishes, removable, route
 
 BRIEFLY = settings(max_examples=200, deadline=None)
 EVERY = st.integers(1, 5)

@@ -338,7 +338,7 @@ async def test_a_load_that_is_cancelled_twice_still_keeps_the_memory_to_itself(
         may_end.wait(10)
         return 0
 
-    monkeypatch.setattr(agent_module, "load_weights", slow)
+    monkeypatch.setattr(agent_module, "load", slow)
     found = agent(tmp_path)
     saying = asyncio.create_task(say(found, verifying(found, BASE)))
     await asyncio.to_thread(entered.wait, 5)

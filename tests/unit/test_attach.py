@@ -344,6 +344,9 @@ async def test_a_publication_that_a_person_halts_is_told_with_the_cause_and_the_
 class Stuck:
     """A transport that never opens its door."""
 
+    def stored(self, weights: str) -> None:
+        return None
+
     async def offer(self, *args: Any, **kwargs: Any) -> Any:
         await asyncio.Event().wait()
 

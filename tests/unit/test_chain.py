@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import pytest
 
-from reef_bus.chain import Kept, Reader, Reading, Release, anchors, publishes, removable, route
 from reef_bus.errors import Rejected
+from tests.chains import Kept, Reader, Reading, Release, anchors, publishes, removable, route
 
 # Anchors every 3: a, d, g.
 SEVEN = [Release("a", 100), *(Release(digest, 100, 4) for digest in "bcdefg")]

@@ -19,6 +19,7 @@ from reef_bus.core.publication import MAX_ATTEMPTS, STAGED, SUPERSEDED, Publicat
 from reef_bus.core.reactions.common import SECOND, word
 from reef_bus.core.reactions.operator import halts, refusals, refuse, retirements
 from reef_bus.core.requests import Request, wanted
+from reef_bus.core.retention import within_reach
 from reef_bus.core.serving import live, present
 from reef_bus.core.training import Candidate, Sender
 from reef_bus.core.world import World, agrees, reaches_head
@@ -116,7 +117,10 @@ def _wrong_mode(members: list[Engine], policy: Policy) -> str:
 
 
 def _no_rollback(world: World, asked: Request, policy: Policy) -> Debt | None:
-    """What an engine cannot take is refused before anything is halted for it."""
+    """What an engine cannot take, or nobody can read any more, is refused before anything is halted for it."""
+    if asked.about not in within_reach(world.publications, policy.keep):
+        gone = f"{asked.about} is more than artifacts.keep ({policy.keep}) releases back: its weights may be gone"
+        return refuse(world, asked, "not_kept", gone)
     if unable := _unable(world, "files"):
         return refuse(world, asked, "transport", f"a rollback is read from files, refused by {unable}")
     wrong = _wrong_mode(_members(world), policy)

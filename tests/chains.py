@@ -1,6 +1,6 @@
-"""Chains of deltas with anchors: what is kept, what a reader reads to get to a release, what nobody needs any more.
+"""A model of chains of deltas with anchors, for releases in order: what is kept, read, and needed no more.
 
-Knows: releases in order, digests, sizes. Must not know: bytes, files, engines, or the log.
+Knows: digests, sizes. Must not know: bytes, files, or `reef_bus.stored`, which is held against it.
 A blob is named by content: a rollback brings a digest back, and whatever was kept under it serves again.
 """
 

@@ -12,15 +12,17 @@ from typing import NamedTuple
 import msgspec
 
 from reef_bus.core.invariants.findings import MAX_SEQUENCES, Findings
-from reef_bus.events import InferenceRecorded, JobDispatched, Recorded, ReportReceived
+from reef_bus.core.records import make_up, whole
+from reef_bus.events import InferenceRecorded, JobDispatched, Recorded, ReportReceived, Span
 
 
 class Trained(msgspec.Struct, frozen=True, array_like=True):
-    """One sample of a batch without its tokens: which record, by which load id, at which reward."""
+    """One sample of a batch without its tokens: which record, by which load id or ids, at which reward."""
 
     record: str
     load_id: str
     reward: float
+    spans: tuple[Span, ...] = ()
 
 
 class Consumption(msgspec.Struct, frozen=True, kw_only=True):
@@ -50,6 +52,14 @@ class Answer(NamedTuple):
     event: InferenceRecorded
 
 
+class Part(NamedTuple):
+    """What one version generated of an answer in one go, and where the answer is in RECORDS."""
+
+    seq: int
+    event: InferenceRecorded
+    span: Span
+
+
 class Feedback(NamedTuple):
     """A report and where it is in RECORDS."""
 
@@ -69,6 +79,12 @@ class Answers(msgspec.Struct):
     begin: int = 0
     floor: int = 0
     taken: frozenset[int] = frozenset()
+
+
+def every_part(answers: Answers) -> list[Part]:
+    """Of all answers, by where they say that they were generated."""
+    found = [Part(seq, event, span) for seq, event in answers.by_id.values() for span in event.spans or (whole(event),)]
+    return sorted(found, key=lambda part: part.span.as_of)
 
 
 def index(records: Sequence[Recorded], findings: Findings) -> Answers:
@@ -91,6 +107,9 @@ def _answer(answers: Answers, answer: Answer, findings: Findings) -> None:
     if before is not answer:
         text = f"record {answer.event.record} is stored at {before.seq} and again at {answer.seq}; expected once"
         findings.add(6, text, records=[before.seq, answer.seq])
+    if answer.event.spans and not make_up(answer.event.spans, whole(answer.event)):
+        text = f"record {answer.event.record} does not name each of its {answer.event.answer_tokens} tokens' versions"
+        findings.add(1, f"{text}, one after the other: {answer.event.spans}", records=[answer.seq])
 
 
 def _report(answers: Answers, feedback: Feedback, findings: Findings) -> None:
@@ -162,3 +181,6 @@ def _check_samples(answers: Answers, seq: int, batch: Consumption, findings: Fin
         if said != found:
             text = f"job {batch.job} trains on {sample.record} as (load id, reward) {said}, recorded as {found}"
             findings.add("reward", text, [seq], [answer.seq, feedback.seq])
+        if sample.spans != answer.event.spans:
+            text = f"job {batch.job} trains on {sample.record} with spans {sample.spans}, not {answer.event.spans}"
+            findings.add(6, text, [seq], [answer.seq])

@@ -109,7 +109,8 @@ def consumption(batch: Batch) -> Consumption:
         step=batch.step,
         base=batch.base,
         records=batch.records,
-        samples=tuple(Trained(sample.record, sample.load_id, sample.reward, sample.spans) for sample in batch.samples),
+        samples=tuple(Trained(sample.record, sample.load_id, sample.reward) for sample in batch.samples),
+        spans={sample.record: sample.spans for sample in batch.samples if sample.spans},
     )
 
 

@@ -17,22 +17,23 @@ from reef_bus.events import InferenceRecorded, JobDispatched, Recorded, ReportRe
 
 
 class Trained(msgspec.Struct, frozen=True, array_like=True):
-    """One sample of a batch without its tokens: which record, by which load id or ids, at which reward."""
+    """One sample of a batch without its tokens: which record, by which load id, at which reward."""
 
     record: str
     load_id: str
     reward: float
-    spans: tuple[Span, ...] = ()
 
 
-class Consumption(msgspec.Struct, frozen=True, kw_only=True):
-    """What a job's batch says: its commit context, the records (id, RECORDS sequence), the samples made of them."""
+class Consumption(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What a job's batch says: its commit context, the records (id, RECORDS sequence), the samples made of them; and,
+    by record, the spans of those that several versions made."""
 
     job: str
     step: int
     base: str
     records: tuple[tuple[str, int], ...]
     samples: tuple[Trained, ...]
+    spans: dict[str, tuple[Span, ...]] = {}
 
 
 class Unread(msgspec.Struct, frozen=True):
@@ -181,6 +182,6 @@ def _check_samples(answers: Answers, seq: int, batch: Consumption, findings: Fin
         if said != found:
             text = f"job {batch.job} trains on {sample.record} as (load id, reward) {said}, recorded as {found}"
             findings.add("reward", text, [seq], [answer.seq, feedback.seq])
-        if sample.spans != answer.event.spans:
-            text = f"job {batch.job} trains on {sample.record} with spans {sample.spans}, not {answer.event.spans}"
+        if (spans := batch.spans.get(sample.record, ())) != answer.event.spans:
+            text = f"job {batch.job} trains on {sample.record} with spans {spans}, recorded as {answer.event.spans}"
             findings.add(6, text, [seq], [answer.seq])

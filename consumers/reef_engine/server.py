@@ -128,7 +128,7 @@ class Server:
         prompts = [waiting.prompt for waiting in batch.requests]
         stop = agent.stop.is_set if batch.retractions < MAX_RETRACTIONS else never
         found: Generation = await blocking(agent.backend.generate_until, prompts, stop, batch.kept)
-        batch.add(found, load_id, as_of, world.seq)
+        batch.add(found, load_id, as_of, agent.world.seq)
         self._answer(batch, found.completions)
         if batch.kept is not None and agent.pause == RETRACT:
             batch.retractions += 1

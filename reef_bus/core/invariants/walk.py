@@ -16,7 +16,7 @@ import msgspec
 from reef_bus.core.ids import BASE
 from reef_bus.core.invariants.findings import Audit, Final, Findings, Rewards
 from reef_bus.core.invariants.ledger import Ledger, note, seed
-from reef_bus.core.invariants.records import Answers, Batches, Part, every_part, index
+from reef_bus.core.invariants.records import Batches, Part, every_part, index
 from reef_bus.core.serving import fenced, holds_head, live, may_generate
 from reef_bus.core.start import Start
 from reef_bus.core.void import Tail
@@ -56,9 +56,10 @@ def check(
     ledger = Ledger(findings=findings, answers=index(records, findings), batches=batches)
     if start is not None:
         seed(ledger, start)
-    judged = _judgement(events, ledger.answers, start, findings)
+    parts = every_part(ledger.answers)
+    judged = _judgement(events, parts, start, findings)
     told = _account(events, ledger, start, judged.folded // 2)
-    _check_drains(ledger)
+    _check_drains(ledger, parts)
     _compare(judged, told, events, start, findings)
     if batches is None and ledger.jobs:
         findings.unchecked.append(f"what {ledger.jobs} jobs consumed (invariant 6): their batches are not at hand")
@@ -68,11 +69,11 @@ def check(
 # -- the first reading: fold what counts, and judge the answers
 
 
-def _judgement(log: Sequence[Recorded], answers: Answers, start: Start | None, findings: Findings) -> Judgement:
+def _judgement(log: Sequence[Recorded], parts: list[Part], start: Start | None, findings: Findings) -> Judgement:
     """Fold what is not void, as if nothing else had ever been stored. Answers come in where they say that they were
     given."""
     world, voids = World(start=start), list[int]()
-    waiting, judged = _waiting(answers, start, findings), 0
+    waiting, judged = _waiting(parts, start, findings), 0
     for count, recorded in enumerate(log):
         while judged < len(waiting) and waiting[judged].span.as_of < recorded.seq:
             _judge(world, waiting[judged], findings)
@@ -103,13 +104,12 @@ def _pass_over(world: World, recorded: Recorded) -> None:
     world.last_id, world.time, world.void = recorded.id, recorded.time, world.void + 1
 
 
-def _waiting(given: Answers, start: Start | None, findings: Findings) -> list[Part]:
+def _waiting(parts: list[Part], start: Start | None, findings: Findings) -> list[Part]:
     """What is to judge of the answers, by where they say that it was given. Of what was given before this log began,
     only the release is known."""
-    waiting = every_part(given)
     if start is None:
-        return waiting
-    early = [part for part in waiting if 0 < part.span.as_of <= start.seq]
+        return parts
+    early = [part for part in parts if 0 < part.span.as_of <= start.seq]
     committed = {release.load_id for release in start.releases}
     for seq, event, span in early:
         if span.load_id not in committed:
@@ -118,7 +118,7 @@ def _waiting(given: Answers, start: Start | None, findings: Findings) -> list[Pa
     if early:
         text = f"{len(early)} answers as of LOG {start.seq} or before (invariants 1 and 2)"
         findings.unchecked.append(f"{text}: audit the predecessor's archive")
-    return [part for part in waiting if not 0 < part.span.as_of <= start.seq]
+    return [part for part in parts if not 0 < part.span.as_of <= start.seq]
 
 
 def _judge(world: World, part: Part, findings: Findings) -> None:
@@ -168,9 +168,9 @@ def _account(log: Sequence[Recorded], ledger: Ledger, start: Start | None, middl
     return Account(len(log), world, "")
 
 
-def _check_drains(ledger: Ledger) -> None:
+def _check_drains(ledger: Ledger, parts: list[Part]) -> None:
     """Invariant 2: who says that generation has stopped has nothing left to answer."""
-    for seq, event, span in every_part(ledger.answers):
+    for seq, event, span in parts:
         stops = ledger.stops.get(event.boot, ())
         place = bisect_right(stops, span.as_of)
         if place < len(stops) and stops[place] <= span.done_as_of:

@@ -200,6 +200,7 @@ CONDUCT = (
                 "self.kept if self.proven else await self._hash(), 'memory'",
             ),
         ),
+        under(Shape(jobs=2, asks=(("PublicationHaltRequested", "SenderReady"),)), slow=0.9),
     ),
     Breakage(
         "receiver-and-readers-compare-nothing",

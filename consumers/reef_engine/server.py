@@ -15,7 +15,7 @@ from aiohttp import web
 from consumers.reef_engine.agent import Agent
 from reef_bus.backends import BOOT_HEADER, Completion, Generated, Generation, Prompt, never
 from reef_bus.core.publication import RETRACT
-from reef_bus.errors import Rejected
+from reef_bus.errors import Rejected, Unavailable
 from reef_bus.events import Span
 from reef_bus.runner import blocking
 
@@ -64,6 +64,7 @@ class Server:
         self.agent = agent
         self.max_batch = max_batch
         self.queue: asyncio.Queue[_Waiting] = asyncio.Queue(MAX_WAITING)
+        self._asked: set[asyncio.Future[Generated]] = set()
 
     def routes(self) -> list[web.RouteDef]:
         return [web.post("/generate", self.generate), web.get("/healthz", self.healthz)]
@@ -72,13 +73,15 @@ class Server:
         return web.json_response({"boot": self.agent.me.boot, "serving": self.agent.serving()})
 
     async def generate(self, request: web.Request) -> web.Response:
-        """409 for another boot's request, 400 for one that cannot be read, 503 when too many wait."""
+        """409 for another boot's request, 400 for one that cannot be read, 503 when too many wait or it ends."""
         if request.headers.get(BOOT_HEADER) != self.agent.me.boot:
             return web.json_response({"error": f"this is boot {self.agent.me.boot}"}, status=409)
         try:
             prompt = msgspec.json.decode(await request.read(), type=Prompt)
             waiting = _Waiting(prompt, asyncio.get_running_loop().create_future())
             self.queue.put_nowait(waiting)
+            self._asked.add(waiting.done)
+            waiting.done.add_done_callback(self._asked.discard)
         except msgspec.DecodeError as error:
             return web.json_response({"error": str(error)}, status=400)
         except asyncio.QueueFull:
@@ -87,12 +90,18 @@ class Server:
             generated = await waiting.done
         except Rejected as error:
             return web.json_response({"error": str(error)}, status=400)
+        except Unavailable as error:
+            return web.json_response({"error": str(error)}, status=503)
         return web.Response(body=msgspec.json.encode(generated), content_type="application/json")
 
     async def work(self) -> None:
-        """Generate for ever."""
-        while True:
-            await self._serve(_Batch(await self.queue.get()), self.max_batch)
+        """Generate for ever. Whoever still waits in the end hears of it at once, and asks another engine."""
+        try:
+            while True:
+                await self._serve(_Batch(await self.queue.get()), self.max_batch)
+        finally:
+            for done in [done for done in self._asked if not done.done()]:
+                done.set_exception(Unavailable(f"boot {self.agent.me.boot} ends"))
 
     async def _serve(self, batch: _Batch, most: int) -> None:
         """Generate for `batch` and up to `most` of those who wait. A gate that closes meanwhile makes them wait on; a

@@ -8,9 +8,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator
+from datetime import datetime
 from pathlib import Path
 from typing import NamedTuple
 
@@ -124,3 +126,28 @@ async def test_a_long_answer_is_of_the_old_release_the_new_one_or_both_as_the_pa
             assert same(it.made, by_hand(QUESTION, ("base", first.count), ("c1", second.count)))
     assert it.answer.load_id == (new if pause == "retract" else old)
     assert pause == "drain" or it.paused_ms < SLACK_MS, f"a token takes {TOKEN_S} s, and the answer 29 of them"
+
+
+async def test_an_engine_that_is_asked_to_end_does_so_at_the_next_token_and_another_boot_answers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody waits for what nobody would get: not the process that was asked to end, and not the client for ever."""
+    monkeypatch.setattr(Supervisor, "_spawn", spawn_slowly)
+    async with running(tmp_path, "staged", "in_place") as (found, _), connect(found.url, found.config.model) as client:
+        asking = asyncio.create_task(client.ask("7", max_tokens=QUESTION.max_tokens, seed=QUESTION.seed))
+        await asyncio.sleep(BEFORE_S)
+        (engine,) = serving(found.world)
+        asked = datetime.now()
+        found.supervisor.children[engine.id].send(signal.SIGTERM)
+        answer = await asking
+        history = await read_history(found.journal, ArtifactStore(found.config.folder("artifacts")))
+    (record,) = [r.event for r in history.records if isinstance(r.event, InferenceRecorded)]
+    assert answer.spans == () and record.boot != engine.boot and audit_history(history).violations == ()
+    took = ended(tmp_path / "logs" / "engine-0.log", engine.boot) - asked
+    assert took.total_seconds() < QUESTION.max_tokens * TOKEN_S - 2 * BEFORE_S
+
+
+def ended(file: Path, boot: str) -> datetime:
+    """When that boot had closed everything; how long its process then takes to die is the machine's affair."""
+    (line,) = [line for line in file.read_text().splitlines() if line.endswith(f"boot {boot} ends, as asked")]
+    return datetime.strptime(line[:23], "%Y-%m-%d %H:%M:%S,%f")

@@ -7,7 +7,7 @@ ARGS ?=
 export PYTHON
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format kill-matrix simulate bench-baselines schemas clean prepare-demo prepare-dev prepare-bench
+.PHONY: help demo test lint format kill-matrix simulate bench bench-baselines schemas clean prepare-demo prepare-dev prepare-bench
 
 help:  ## what there is
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-15s %s\n", $$1, $$2}' Makefile
@@ -15,7 +15,7 @@ help:  ## what there is
 demo: prepare-demo  ## a policy that learns while it serves, every version through the log
 	@$(BIN)/reef-bus demo $(ARGS)
 
-test: lint  ## lint, types, import rules, then the tests with a coverage report
+test: lint $(if $(ARGS),,simulate)  ## lint, types, import rules, 2,000 simulated seeds, then the tests with a coverage report
 	@$(BIN)/python -m pytest -n 2 --dist loadfile --cov --cov-report=term --durations=20 --durations-min=5 $(ARGS)
 
 lint: prepare-dev  ## ruff, mypy, import-linter
@@ -31,8 +31,11 @@ format: prepare-dev  ## let ruff write the layout that `make lint` asks for
 kill-matrix: prepare-dev  ## every role killed and stopped at every event; half an hour, resumable; prints the tables
 	@$(BIN)/python -m tests.e2e.kill_matrix $(ARGS)
 
-simulate: prepare-dev  ## 2,000 seeds of simulated faults; prints the table
+simulate: prepare-dev  ## 2,000 seeds of simulated faults, alone on both cores; prints the table
 	@$(BIN)/python -m tests.simulation --seeds 2000 $(ARGS)
+
+bench: prepare-bench  ## the figures of docs/figures.md on this machine, in some ten minutes; prints the table
+	@$(BIN)/python -m tests.bench.weights $(ARGS)
 
 bench-baselines: prepare-bench  ## our deployment and three patterns that others use, killed alike; prints the table
 	@$(BIN)/python -m tests.bench.baselines $(ARGS)

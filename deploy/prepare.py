@@ -31,6 +31,7 @@ ENVIRONMENT = Path(sys.prefix)
 LOG = ENVIRONMENT / "prepare.log"
 CPU_BUILDS = "https://download.pytorch.org/whl/cpu"
 CPU_BUILDS_ANSWER_S = 3.0
+UCX = ("ucxx-cu12", "libucxx-cu12", "libucx-cu12")
 
 # pip has no error codes, so its words are all there is. The order matters: a full disk also ends in "no version".
 DISK_FULL = re.compile(r"No space left on device|Errno 28|Disk quota exceeded|Errno 122")
@@ -72,6 +73,8 @@ def prepare(extras: list[str], wheel: Path | None) -> None:
         install_torch()
         if wheel is None:
             install_packages(extras)
+            if "dev" in extras:
+                install_ucx()
             install_checkout()
         else:
             install_wheel(wheel, extras)
@@ -123,6 +126,15 @@ def install_packages(extras: Iterable[str]) -> None:
     say(3, "packages", "10–40 s")
     builder = tomllib.loads(PROJECT.read_text())["build-system"]["requires"]
     pip("install", "--constraint", str(CONSTRAINTS), *builder, *requirements(extras))
+
+
+def install_ucx() -> None:
+    """So that its transport is tested for real, on machines without a GPU too. Not as the extra: its 350 MB are
+    mostly for GPUs. So without what it declares, which pip can leave out only package by package."""
+    if sys.platform == "linux" and platform.libc_ver()[0] == "glibc" and platform.machine() in ("x86_64", "aarch64"):
+        pip("install", "--no-deps", *(f"{name}=={pinned(name)}" for name in UCX))
+    else:
+        print("  without UCX, of which there is no build for this machine: its tests are skipped")
 
 
 def install_checkout() -> None:

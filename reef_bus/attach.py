@@ -147,8 +147,8 @@ async def booted(config: Config) -> AsyncIterator[Boot]:
         stack.callback(lock.release)
         journal = await connect(config.nats.url, config.deployment, "reef-trainer")
         stack.push_async_callback(journal.close)
-        role = Attached(config, Me("trainer", lock.token), ArtifactStore(config.folder("artifacts")))
-        runner = Runner(journal, role, fetch=blobs_in(config.folder("artifacts")))
+        role = Attached(config, Me("trainer", lock.token), ArtifactStore(config.artifact_root()))
+        runner = Runner(journal, role, fetch=blobs_in(config.artifact_root()))
         if config.metrics.port:
             from reef_bus import metrics  # an extra, and half a second of imports, for those who ask for it
 

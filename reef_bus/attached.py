@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from itertools import islice
 from typing import NamedTuple
 
 from reef_bus.artifacts import ArtifactStore, read_weights, save_weights
@@ -68,6 +69,9 @@ class Attached(Authority):
         self.world = World()
         self.place = Place()
         self.endings = Endings()
+        self.candidates: dict[tuple[int, str], str] = {}  # the first of each step and manifest digest
+        self.dispatched: dict[int, list[tuple[str, str]]] = {}  # by step: every job of this log, and its base
+        self._indexed = 0
         self.handed: list[Publish] = []  # in the order in which they came, until their outcome is known
         self.copies: dict[str, Pieces] = {}  # by manifest digest
         self.moved = asyncio.Event()  # set, and replaced, when the log or what was handed in has moved
@@ -79,8 +83,20 @@ class Attached(Authority):
         self.world = world
         for recorded in batch:
             note(self.endings, recorded.event)
+            if isinstance(recorded.event, JobDispatched):
+                job = recorded.event
+                self.dispatched.setdefault(job.step, []).append((job.job, job.base))
+        self._index()
         self.place = self._place()
         self._tell()
+
+    def _index(self) -> None:
+        """Candidates that are new: they are never taken away again, and a log may have many."""
+        known = self.world.training.candidates
+        new = [*islice(reversed(known.values()), len(known) - self._indexed)]
+        self._indexed = len(known)
+        for candidate in reversed(new):
+            self.candidates.setdefault((candidate.step, candidate.manifest), candidate.id)
 
     def _place(self) -> Place:
         training, head = self.world.training, self.world.publications.head
@@ -109,8 +125,7 @@ class Attached(Authority):
         """Its candidate is there, or its job is open."""
         training = self.world.training
         if not publish.candidate:
-            wanted = (publish.step, publish.digest)
-            publish.candidate = next((c.id for c in training.candidates.values() if (c.step, c.manifest) == wanted), "")
+            publish.candidate = self.candidates.get((publish.step, publish.digest), "")
         return bool(publish.candidate) or (
             training.job is not None and training.job.id == publish.job_from(training.job.base)
         )
@@ -164,9 +179,9 @@ class Attached(Authority):
     def _job_before(self, publish: Publish) -> str:
         """The job that this step has, or had, on the log; an empty string if there is no candidate of it to be found
         by, and never was one."""
-        job = self.world.training.job
-        jobs = (publish.job_from(base) for base in self.world.training.candidates)
-        return next((id_ for id_ in jobs if id_ in self.endings.causes or (job is not None and job.id == id_)), "")
+        job, jobs = self.world.training.job, self.dispatched.get(publish.step, [])
+        its = [id_ for id_, base in jobs if id_ == publish.job_from(base)]
+        return next((id_ for id_ in its if id_ in self.endings.causes or (job is not None and job.id == id_)), "")
 
     def _check_step(self, publish: Publish) -> None:
         """Steps grow: what was published, or will be, is never published as something else."""

@@ -58,7 +58,11 @@ class Authority(Role):
         self.config = config
         self.store = store
         self.transports: dict[str, Transport] = transports(
-            store, config.training.host, config.publication.deadlines.stall_s
+            store,
+            config.training.host,
+            config.publication.deadlines.stall_s,
+            config.training.offers,
+            config.publication.torch_device,
         )
         self.evaluator: Evaluator = TrainingMetrics()
         self.selector: Selector = HoldForReview() if config.training.hold else SelectFinite()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -62,6 +63,13 @@ class Backup(NamedTuple):
     inventory: Inventory
     history: History
 
+    def where(self, digest: str) -> str:
+        return str(place(self.folder / BLOBS, digest))
+
+    def local(self, digest: str) -> AbstractContextManager[Path]:
+        """A blob of it, as `ArtifactStore.local`: the folder need not be writable."""
+        return nullcontext(place(self.folder / BLOBS, digest))
+
 
 # -- what a history names
 
@@ -102,7 +110,7 @@ async def backup(journal: JetStreamJournal, config: Config, store: ArtifactStore
     if not history.log:
         raise Rejected("there is nothing to back up: the log holds no event")
     blobs = sorted(named(history) | _archives(history, store))
-    new = await blocking(_keep, blobs, store.root, ArtifactStore(folder / BLOBS), say)
+    new = await blocking(_keep, blobs, store, ArtifactStore(folder / BLOBS), say)
     say(f"{len(blobs)} blobs, {new} of them new")
     return await blocking(_write, folder, config, history, blobs)
 
@@ -114,11 +122,13 @@ def _archives(history: History, store: ArtifactStore) -> set[str]:
     return {digest} if digest and store.has(digest) else set()
 
 
-def _keep(digests: Iterable[str], source: Path, target: ArtifactStore, say: Say) -> int:
+def _keep(digests: Iterable[str], source: ArtifactStore | Backup, target: ArtifactStore, say: Say) -> int:
     """Have every blob in `target`, each compared with its name. Returns how many were not there."""
     count, new, said = 0, 0, time.monotonic()
     for digest in digests:
-        new += target.keep(digest, place(source, digest))
+        if not target.sound(digest):
+            with source.local(digest) as path:
+                new += target.keep(digest, path, source.where(digest))
         count += 1
         if time.monotonic() > said + REPORT_S:
             said = time.monotonic()
@@ -221,7 +231,7 @@ async def restore(
     if done := await _done(journal, config, found.inventory.streams[LOG]):
         return done
     await _make_room(journal, config, found)
-    new = await blocking(_keep, found.inventory.blobs, found.folder / BLOBS, store, say)
+    new = await blocking(_keep, found.inventory.blobs, found, store, say)
     say(f"{len(found.inventory.blobs)} blobs, {new} of them new")
     opened = await blocking(_opening, journal.deployment, store, found, incarnation)
     streams = found.inventory.streams

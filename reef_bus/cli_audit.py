@@ -16,7 +16,7 @@ from reef_bus.artifacts import ArtifactStore
 from reef_bus.audit import History, audit_export, audit_history, read_history, write_export
 from reef_bus.cli_log import paint, say, say_json
 from reef_bus.core.invariants import Audit
-from reef_bus.inspect import head, opened
+from reef_bus.inspect import artifacts, head, opened
 from reef_bus.journal import LOG, RECORDS
 
 OK, NOT_IN_ORDER = 0, 1
@@ -33,10 +33,10 @@ async def audit(args: argparse.Namespace) -> int:
 
 
 async def _history(args: argparse.Namespace) -> History:
-    """All that the deployment holds; its batches too, where its state folder is on this machine."""
+    """All that the deployment holds; its batches too, where this machine reaches its artifact store."""
     async with opened(args) as (journal, config):
-        folder = Path(config.state_dir, "artifacts")
-        store = ArtifactStore(folder) if config.state_dir and folder.is_dir() else None
+        root = artifacts(config)
+        store = None if root is None else ArtifactStore(root)
         await head(journal, LOG)  # says more about a deployment that is not there
         return await read_history(journal, store)
 

@@ -75,7 +75,7 @@ async def roll(args: argparse.Namespace) -> int:
     with _down(config):
         async with opened(args) as (journal, config):
             await _silent(journal)
-            store = ArtifactStore(config.folder("artifacts"))
+            store = ArtifactStore(config.artifact_root())
             done = await rolls.roll(journal, store, config.folder("run"), config.nats.replicas, archive)
     begun = done.opened
     if args.json:
@@ -103,7 +103,7 @@ async def backup(args: argparse.Namespace) -> int:
     named, folder = _here(args, "backup"), Path(args.dir)
     async with opened(args) as (journal, config):
         await head(journal, LOG)  # says more about a deployment that is not there
-        store = ArtifactStore(config.folder("artifacts"))
+        store = ArtifactStore(config.artifact_root())
         found = await backups.backup(journal, named, store, folder, progress)
     counts = {stream: extent.last for stream, extent in found.streams.items()}
     if args.json:
@@ -126,7 +126,7 @@ async def restore(args: argparse.Namespace) -> int:
     with _down(config):
         async with _server(config) as (journal, reached):
             await _silent(journal)
-            store = ArtifactStore(config.folder("artifacts"))
+            store = ArtifactStore(config.artifact_root())
             begun = await backups.restore(journal, config, store, found, os.urandom(8).hex(), progress)
         (config.folder("run") / CONFIG_FILE).write_bytes(dump(reached))  # by which `--state DIR` finds it
     file = Path(args.config or Path(args.state, CONFIG_FILE))

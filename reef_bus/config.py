@@ -6,6 +6,7 @@ Knows: names, defaults and what contradicts what. Must not know: how anything is
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,8 @@ from reef_bus.topology import DUPLICATE_WINDOW_S, check_name
 SCHEMA_VERSION = 1
 STANDBY_S = 0.25
 MAX_PUBLISHERS = 16  # they only append: more than a few add nothing but conflicts
-TRANSPORTS = ("tcp", "torch", "shm", "files")  # shm is not among the defaults: engines on other hosts could not use it
+TRANSPORTS = ("tcp", "torch", "ucx", "shm", "files")
+"""Not among the defaults: ucx and torch need more than is installed, shm serves no engine on another host."""
 ATTACHED = "attached"
 RESERVED = ("trainer", "publisher", "gateway", "supervisor", "nats")
 
@@ -82,14 +84,22 @@ class Publication(Part, frozen=True, kw_only=True):
     `fenced` engines stop for the transfer; in mode `staged` they receive beside what they serve, and stop to swap.
     `pause`: then the requests in hand are answered first (`drain`), or generation stops at the next token, and they
     start over with the new version (`retract`) or go on with it, each token's version recorded (`in_place`).
-    `transport`: the only one to be used; empty: the first that the trainer offers and every engine accepts."""
+    `transport`: the only one to be used; empty: the first that the trainer offers and every engine accepts.
+    `torch_device`: where groups of transport `torch` are, `cpu` (gloo) or `cuda` (NCCL, each end on its own GPU)."""
 
     publishers: int = 2
     publish: str = "every"
     transport: str = ""
+    torch_device: str = "cpu"
     mode: str = "fenced"
     pause: str = "drain"
     deadlines: Deadlines = Deadlines()
+
+
+class Artifacts(Part, frozen=True, kw_only=True):
+    """The artifact store, `at` a folder, or a URL that fsspec reaches; empty: `artifacts` in the state folder."""
+
+    at: str = ""
 
 
 class Metrics(Part, frozen=True, kw_only=True):
@@ -113,6 +123,7 @@ class Config(Part, frozen=True, kw_only=True):
     inference: Inference = Inference()
     training: Training = Training()
     publication: Publication = Publication()
+    artifacts: Artifacts = Artifacts()
     supervision: Restarts = Restarts()
     metrics: Metrics = Metrics()
 
@@ -121,6 +132,11 @@ class Config(Part, frozen=True, kw_only=True):
         path = Path(self.state_dir, *parts)
         path.mkdir(parents=True, exist_ok=True)
         return path
+
+    def artifact_root(self) -> Path | str:
+        """Where blobs lie: a folder, which need not exist yet, or a URL."""
+        at = self.artifacts.at
+        return at if "://" in at else Path(at or Path(self.state_dir, "artifacts"))
 
     def publishers(self) -> list[str]:
         """Component ids; the first acts at once, the others are its standbys."""
@@ -216,6 +232,7 @@ def check(config: Config) -> Config:
     if config.schema_version != SCHEMA_VERSION:
         raise Rejected(f"schema-version is {config.schema_version}, this version reads {SCHEMA_VERSION}")
     check_name("deployment", config.deployment)
+    _check_artifacts(config.artifacts.at)
     for engine in config.inference.engines:
         check_name("engine", engine)
         if engine in (*RESERVED, *config.publishers()):
@@ -240,6 +257,8 @@ def check(config: Config) -> Config:
         )
     if config.publication.publish not in ("every", "latest"):
         raise Rejected(f"publication.publish is {config.publication.publish!r}; expected every or latest")
+    if config.publication.torch_device not in ("cpu", "cuda"):
+        raise Rejected(f"publication.torch-device is {config.publication.torch_device!r}; expected cpu or cuda")
     if config.publication.mode not in ("fenced", "staged"):
         raise Rejected(f"publication.mode is {config.publication.mode!r}; expected fenced or staged")
     if not 1 <= config.publication.publishers <= MAX_PUBLISHERS:
@@ -251,6 +270,23 @@ def check(config: Config) -> Config:
     if config.training.backend not in ("torch", ATTACHED):
         raise Rejected(f"training.backend is {config.training.backend!r}; this version has: torch, {ATTACHED}")
     return config
+
+
+def _check_artifacts(where: str) -> None:
+    """A URL is written to files and logs, and means the same store to every process."""
+    scheme, sign, rest = where.partition("://")
+    if not sign:
+        return
+    shown = f"{scheme}://{rest.rpartition('@')[2]}"
+    if not re.fullmatch(r"[a-z][a-z0-9+.-]*", scheme) or scheme == "memory":
+        raise Rejected(
+            f"artifacts.at is {shown!r}: expected a folder, or one protocol that every process reaches by itself"
+        )
+    if ":" in rest.partition("/")[0].rpartition("@")[0]:
+        raise Rejected(
+            f"artifacts.at is {shown!r} with a password, which would be seen in files and logs; take it out, and set "
+            f"FSSPEC_{scheme.upper()}_PASSWORD in the environment of every process"
+        )
 
 
 def dump(config: Config) -> bytes:

@@ -34,7 +34,9 @@ from reef_bus.inspect import STATE, announced, reach, runs, target
 EXTRAS: Mapping[str, tuple[str, ...]] = {
     "serve": ("aiohttp", "prometheus_client", "yaml"),
     "weights": ("xxhash", "safetensors"),
+    "remote": ("fsspec",),
     "torch": ("torch", "numpy"),
+    "ucx": ("ucxx", "libucx", "numpy"),
     "demo": ("rich", "psutil"),
 }
 CLIENT = "2.16.0"  # of nats-py: what the journal was measured on
@@ -62,6 +64,8 @@ def examine(args: argparse.Namespace) -> list[Finding]:
     found = [_python(), *_extras(), _server_binary()]
     if local:
         found += [_space(folder), _guarded("fsync", lambda: _fsync(folder)), *_locks(folder)]
+    if config and config.artifacts.at:
+        found.append(_artifacts(config.artifact_root()))
     found.append(_guarded("ports", lambda: _ports(config)))
     if lost:
         found.append(lost)
@@ -111,7 +115,7 @@ def _extras() -> Iterable[Finding]:
 
 
 def _version(module: str) -> str:
-    names = {"yaml": "pyyaml"}
+    names = {"yaml": "pyyaml", "ucxx": "ucxx-cu12", "libucx": "libucx-cu12"}
     with contextlib.suppress(metadata.PackageNotFoundError):
         return f"{module} {metadata.version(names.get(module, module))}"
     return module
@@ -143,6 +147,20 @@ def _space(folder: Path) -> Finding:
     if free < LITTLE_DISK:
         return Finding("disk", WARNING, f"{text}; a full disk stops the log", "--state DIR names another one")
     return Finding("disk", OK, text)
+
+
+def _artifacts(root: Path | str) -> Finding:
+    """Whether blobs can be kept where the configuration says: one is written, and removed."""
+    try:
+        from reef_bus.artifacts import ArtifactStore
+
+        began = time.perf_counter()
+        ArtifactStore(root).probe()
+    except ImportError as error:
+        return Finding("artifacts", ABSENT, f"without {error.name}", "pip install 'reef-bus[weights]'")
+    except ReefError as error:
+        return Finding("artifacts", FAILED, str(error))
+    return Finding("artifacts", OK, f"{root} can be written; a blob took {(time.perf_counter() - began) * 1000:.1f} ms")
 
 
 def _fsync(folder: Path) -> Finding:

@@ -120,9 +120,17 @@ def _listens(url: str) -> bool:
 
 
 def fetching(config: Config) -> Fetch:
-    """From the deployment's artifact folder, where that is on this machine."""
-    path = Path(config.state_dir, "artifacts")
-    return blobs_in(path) if config.state_dir and path.is_dir() else nowhere
+    """From the deployment's artifact store, where this machine reaches it."""
+    root = artifacts(config)
+    return nowhere if root is None else blobs_in(root)
+
+
+def artifacts(config: Config) -> Path | str | None:
+    """Where the artifact store is; None if it is a folder that is not on this machine."""
+    root = config.artifact_root()
+    if not config.state_dir and not config.artifacts.at:
+        return None
+    return root if isinstance(root, str) or root.is_dir() else None
 
 
 async def reach(config: Config) -> JetStreamJournal:

@@ -32,12 +32,12 @@ def nowhere(digest: str) -> bytes:
     raise ContractError(f"no artifact folder to read blob {digest} from: name the deployment by -c FILE or --state DIR")
 
 
-def blobs_in(path: Path) -> Fetch:
-    """Fetches from the artifact store at `path`, which is opened only when a log names a start."""
+def blobs_in(root: Path | str) -> Fetch:
+    """Fetches from the artifact store at `root`, which is opened only when a log names a start."""
 
     def fetch(digest: str) -> bytes:
         from reef_bus.artifacts import ArtifactStore  # it needs an extra that many readers do without
 
-        return ArtifactStore(path).get(digest)
+        return ArtifactStore(root).get(digest)
 
     return fetch

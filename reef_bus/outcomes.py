@@ -58,19 +58,21 @@ Outcome = Committed | Refused | Halted
 
 
 class Endings(msgspec.Struct):
-    """Evidence by load id, causes by candidate or job, candidates by publication. What is said of a rollback is said of
-    a candidate that was committed, which is never asked about."""
+    """Evidence by load id, causes by candidate or job, candidates by publication, the first release by candidate. What
+    is said of a rollback is said of a candidate that was committed, which is never asked about."""
 
     evidence: dict[str, tuple[Evidence, ...]] = {}
     causes: dict[str, tuple[str, str]] = {}
     targets: dict[str, str] = {}
+    released: dict[str, str] = {}
 
 
 def note(endings: Endings, event: Event) -> None:
     """Take down what an event says of an end. Void or not: whether there was an end is asked of the world."""
     match event:
-        case ReleaseCommitted(load_id=load_id, evidence=evidence):
+        case ReleaseCommitted(load_id=load_id, candidate=candidate, evidence=evidence):
             endings.evidence.setdefault(load_id, evidence)
+            endings.released.setdefault(candidate, load_id)
         case TargetPersisted(publication=publication, candidate=candidate):
             endings.targets.setdefault(publication, candidate)
         case PublicationHalted(publication=publication) if publication in endings.targets:
@@ -93,10 +95,10 @@ def _end_job(endings: Endings, job: str, cause: str, detail: str) -> None:
 def outcome(world: World, endings: Endings, candidate: str) -> Outcome | None:
     """What became of a candidate that the world knows; None while that is open."""
     found, job = world.training.candidates[candidate], world.training.job
-    release = next((r for r in world.publications.releases.values() if r.candidate == candidate), None)
-    if release:
-        return Committed(found.step, candidate, release.load_id, endings.evidence.get(release.load_id, ()))
     ended = world.publications.ended.get(candidate, "")
+    if ended == "committed":
+        load_id = _load_id(world, endings, candidate)
+        return Committed(found.step, candidate, load_id, endings.evidence.get(load_id, ()))
     cause, detail = endings.causes.get(candidate, (ended, ""))
     if ended == "halted":
         return Halted(found.step, candidate, cause, detail)
@@ -104,3 +106,12 @@ def outcome(world: World, endings: Endings, candidate: str) -> Outcome | None:
     if ended or not (found.selected or undecided):
         return Refused(found.step, candidate, cause, detail)
     return None
+
+
+def _load_id(world: World, endings: Endings, candidate: str) -> str:
+    """The first release of a candidate that was committed: as noted, or found among all of them where that word was
+    void, or said before this log began."""
+    releases, noted = world.publications.releases, endings.released.get(candidate, "")
+    if noted in releases and releases[noted].candidate == candidate:
+        return noted
+    return next(release.load_id for release in releases.values() if release.candidate == candidate)

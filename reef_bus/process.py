@@ -104,7 +104,7 @@ async def _boot(config: Config, me: Me, build: Build) -> None:
         journal = await connect(config.nats.url, config.deployment, f"reef-{me.id}")
         stack.push_async_callback(journal.close)
         role = await build(config, journal, me, stack)
-        runner = Runner(journal, role, fetch=blobs_in(config.folder("artifacts")))
+        runner = Runner(journal, role, fetch=blobs_in(config.artifact_root()))
         if config.metrics.port:
             from reef_bus import metrics  # an extra, and half a second of imports, for those who ask for it
 

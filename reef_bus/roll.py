@@ -10,12 +10,14 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import tempfile
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Literal
 
 import msgspec
 
-from reef_bus.artifacts import ArtifactStore
+from reef_bus.artifacts import ArtifactStore, folder_of
 from reef_bus.audit import History, read_export, read_history, write_export
 from reef_bus.core.start import Start, compact, encode_start, unrest
 from reef_bus.core.void import RULES
@@ -112,7 +114,7 @@ async def _prepare(journal: JetStreamJournal, store: ArtifactStore, replicas: in
             "new job begins, wait until `reef-bus status` shows neither job nor publication, stop it, and roll again"
         )
     start = await blocking(start_after, world, store)
-    path, digest = await blocking(_archive, history, store, archive, stream_name(journal.deployment, LOG))
+    place, digest = await blocking(_archive, history, store, archive, stream_name(journal.deployment, LOG))
     opened = LogOpened(
         incarnation=world.incarnation,
         rules=RULES,
@@ -121,7 +123,7 @@ async def _prepare(journal: JetStreamJournal, store: ArtifactStore, replicas: in
         predecessor_seq=world.seq,
         predecessor_id=world.last_id,
     )
-    return Plan(opened=opened, archive=str(path.resolve()))
+    return Plan(opened=opened, archive=place)
 
 
 async def _read(journal: JetStreamJournal, store: ArtifactStore, replicas: int) -> History:
@@ -152,33 +154,47 @@ def start_after(world: World, store: ArtifactStore) -> Start:
 # -- the archive
 
 
-def _archive(history: History, store: ArtifactStore, folder: Path | None, stream: str) -> tuple[Path, str]:
+def _archive(history: History, store: ArtifactStore, folder: Path | None, stream: str) -> tuple[str, str]:
     """Write the archive, an export of that moment: it can be audited alone. Returns where it is, and its digest."""
-    first, last = history.log[0].seq, history.log[-1].seq
-    place = folder or store.root
-    place.mkdir(parents=True, exist_ok=True)
-    draft = place / f"{stream}-{first}-{last}.jsonl"
-    write_export(history, draft)
-    if folder:
-        sync(draft)
-        sync(folder)
-        return draft, sha256(draft)
-    blob = store.put_file(draft)
-    draft.unlink()
-    return store.path(blob.digest), blob.digest
+    name = f"{stream}-{history.log[0].seq}-{history.log[-1].seq}.jsonl"
+    if folder is None:
+        home = folder_of(store.root)
+        with tempfile.TemporaryDirectory(prefix="reef-roll-", dir=home) as drafts:
+            write_export(history, Path(drafts, name))
+            digest = store.put_file(Path(drafts, name)).digest
+        return str(store.path(digest).resolve()) if home else store.where(digest), digest
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder.resolve() / name
+    write_export(history, path)
+    sync(path)
+    sync(folder)
+    return str(path), sha256(path)
 
 
 def _verify(store: ArtifactStore, plan: Plan) -> None:
     """The last look before the only other copy is deleted: the archive, read back, folds to the plan's start."""
-    opened, path = plan.opened, Path(plan.archive)
-    expected, assured = opened.predecessor.partition("@")[2], opened.start
-    if not path.is_file() or sha256(path) != expected:
-        raise ContractError(f"{path} is not the archive that was written; remove {PLAN_FILE}, and roll again")
-    world = folded(read_export(path))
+    opened, assured = plan.opened, plan.opened.start
+    with _readable(store, plan) as path:
+        if not path.is_file() or sha256(path) != _digest(plan):
+            raise ContractError(
+                f"{plan.archive} is not the archive that was written; remove {PLAN_FILE}, and roll again"
+            )
+        world = folded(read_export(path))
     start = encode_start(start_after(world, store))
     found, wanted = (world.seq, world.last_id), (opened.predecessor_seq, opened.predecessor_id)
     if found != wanted or assured is None or start != store.get(assured.digest):
-        raise ContractError(f"{path} folds to {found}, the log to {wanted}; nothing was deleted")
+        raise ContractError(f"{plan.archive} folds to {found}, the log to {wanted}; nothing was deleted")
+
+
+def _readable(store: ArtifactStore, plan: Plan) -> AbstractContextManager[Path]:
+    """The archive as a file of this machine, in whichever place the plan says that it is."""
+    if plan.archive == store.where(_digest(plan)):
+        return store.local(_digest(plan))
+    return contextlib.nullcontext(Path(plan.archive))
+
+
+def _digest(plan: Plan) -> str:
+    return plan.opened.predecessor.partition("@")[2]
 
 
 def sha256(path: Path) -> str:

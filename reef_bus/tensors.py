@@ -24,8 +24,8 @@ DTYPES = {
 
 
 def copied(named: Mapping[str, Any]) -> Pieces:
-    """A copy of every tensor in CPU memory, row-major: torch tensors on any device, or whatever has a `dtype` and the
-    buffer protocol. Raises Rejected naming the tensor that cannot be published."""
+    """A copy of every tensor in CPU memory, row-major: torch tensors on any device, whatever has a `dtype` and the
+    buffer protocol, or pieces, such as a checkpoint's. Raises Rejected naming the tensor that cannot be published."""
     if not isinstance(named, Mapping) or not named or not all(isinstance(name, str) for name in named):
         found = f"names {list(named)[:3]}" if isinstance(named, Mapping) else f"a {type(named).__name__}"
         raise Rejected(f"found {found}; expected a mapping of names to tensors, such as dict(model.named_parameters())")
@@ -52,6 +52,8 @@ def _place(tensor: Any) -> object:
 
 
 def _copied(name: str, tensor: Any) -> Piece:
+    if isinstance(tensor, Piece):
+        return tensor._replace(data=memoryview(bytes(tensor.data)))
     dtype = DTYPES.get(str(getattr(tensor, "dtype", "")).removeprefix("torch."))
     if dtype is None:
         what = f"dtype {tensor.dtype}" if hasattr(tensor, "dtype") else f"a {type(tensor).__name__} without a dtype"

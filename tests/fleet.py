@@ -278,6 +278,8 @@ class Fleet:
     def check(self) -> None:
         """After every step, whatever happened."""
         assert self.truth.seq == len(self.log)
+        selected, ended = self.truth.training.selected, self.truth.publications.ended
+        assert self.truth.queue == [candidate for candidate in selected if candidate not in ended]
         for engine in self.engines:
             if may_generate(engine.world, engine.name, engine.boot):
                 head = engine.world.publications.head

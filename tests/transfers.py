@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
+import importlib.util
 import os
 import secrets
 import socket
@@ -20,11 +22,15 @@ from reef_bus.backends import Piece, Pieces
 from reef_bus.errors import TransferError
 from reef_bus.manifest import Manifest, describe
 from reef_bus.transport import Offer, Ticket, Transport
+from reef_bus.transport.torch_group import TorchTransport
+from reef_bus.transport.ucx import UcxTransport
 
 PUBLICATION = "p1"
 BIG = 40 << 20  # three buckets, and more than the buffers of loopback hold: a transfer can be caught in the middle
-NAMES = ("tcp", "torch", "shm", "files")
-DOORS = ("tcp", "torch", "shm")  # those with a peer, and so with a handshake
+NAMES = ("tcp", "torch", "ucx", "shm", "files")
+DOORS = ("tcp", "torch", "ucx", "shm")  # those with a peer, and so with a handshake
+NEEDS = {"ucx": "ucxx"}
+"""What a transport needs that not every machine can have."""
 
 Talk = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
@@ -37,6 +43,15 @@ def pieces(fill: int, size: int = 3000) -> dict[str, Piece]:
         "empty": Piece("F32", (0, 3), memoryview(bytearray())),
         "b": Piece("F32", (2,), memoryview(bytearray([fill] * 8))),
     }
+
+
+def params(names: tuple[str, ...]) -> list[Any]:
+    """For tests to run over; those that this machine cannot have are skipped, and say why."""
+    return [pytest.param(name, marks=_skipped(NEEDS.get(name, "sys"))) for name in names]
+
+
+def _skipped(module: str) -> pytest.MarkDecorator:
+    return pytest.mark.skipif(importlib.util.find_spec(module) is None, reason=f"{module} is not installed")
 
 
 def run(story: Coroutine[Any, Any, None]) -> None:
@@ -81,6 +96,13 @@ async def still(target: Pieces) -> None:
     held = describe(target)
     await asyncio.sleep(0.05)
     assert describe(target) == held
+
+
+@functools.cache
+def loaded(name: str) -> None:
+    """What a transport loads when it is first used takes seconds, which are no part of any deadline."""
+    if kind := {"torch": TorchTransport, "ucx": UcxTransport}.get(name):
+        run(works(kind()))
 
 
 def dead(name: str) -> Ticket:

@@ -90,7 +90,9 @@ class Agent(Role):
         self.backend = backend
         self.store = store
         self.fault = fault
-        self.transports: dict[str, Transport] = transports(store)
+        self.transports: dict[str, Transport] = transports(
+            store, use=config.inference.accepts, torch_device=config.publication.torch_device
+        )
         self.ingress = asyncio.Lock()
         self.memory = asyncio.Lock()
         self.stop = threading.Event()  # whoever generates is to end at the next token, and then to do as `pause` says

@@ -26,7 +26,7 @@ from reef_bus.runner import Role, blocking
 async def _build(config: Config, journal: Journal, me: Me, stack: contextlib.AsyncExitStack) -> Role:
     backend: InferenceBackend = await blocking(_backend, config)
     stack.callback(backend.close)
-    store = ArtifactStore(config.folder("artifacts"))
+    store = ArtifactStore(config.artifact_root())
     app = web.Application()
     agent = Agent(config, me, "", backend, store, _fault(me.id))
     server = Server(agent, config.inference.max_batch)

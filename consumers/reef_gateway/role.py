@@ -243,7 +243,7 @@ def _error(status: int, kind: str, message: str) -> web.Response:
 
 
 async def _build(config: Config, journal: Journal, me: Me, stack: contextlib.AsyncExitStack) -> Role:
-    recorder = Recorder(journal, ArtifactStore(config.folder("artifacts")), f"gateway/{me.id}", me.boot)
+    recorder = Recorder(journal, ArtifactStore(config.artifact_root()), f"gateway/{me.id}", me.boot)
     await recorder.start(stack)
     session = await stack.enter_async_context(
         aiohttp.ClientSession(

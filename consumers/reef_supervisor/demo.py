@@ -149,7 +149,7 @@ class Demo:
                 f"{self.screen.last():.2f}; see {self.config.state_dir}/logs"
             ) from error
         seconds = time.monotonic() - self.began
-        history = await read_history(running.journal, ArtifactStore(running.config.folder("artifacts")))
+        history = await read_history(running.journal, ArtifactStore(running.config.artifact_root()))
         audit = audit_history(history)
         return self._summary(running, audit, final, seconds)
 

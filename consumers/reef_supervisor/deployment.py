@@ -14,7 +14,8 @@ from pathlib import Path
 import msgspec
 
 from consumers.reef_supervisor.role import Supervisor, prepare, watch
-from reef_bus.config import Config, dump
+from reef_bus.artifacts import ArtifactStore
+from reef_bus.config import Artifacts, Config, dump
 from reef_bus.core.effects import Me
 from reef_bus.core.world import World
 from reef_bus.embedded import Lock, NatsServer
@@ -46,7 +47,7 @@ class Deployment:
         self.journal = journal
         self.supervisor = supervisor
         self.server = server
-        self.runner = Runner(journal, supervisor, fetch=blobs_in(config.folder("artifacts")))
+        self.runner = Runner(journal, supervisor, fetch=blobs_in(config.artifact_root()))
         self.failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     @property
@@ -85,6 +86,8 @@ async def deployment(
         stack.callback(lock.release)
         server = await _server(config, stack)
         config, path = _settle(config, server)
+        if config.artifacts.at:  # a URL that does not do is told here, once, and not by every component
+            await blocking(ArtifactStore(config.artifact_root()).probe)
         journal = await connect(config.nats.url, config.deployment, "reef-supervisor")
         stack.push_async_callback(journal.close)
         await prepare(config, journal)
@@ -120,10 +123,21 @@ def _settle(config: Config, server: NatsServer | None) -> tuple[Config, Path]:
     gateway = msgspec.structs.replace(config.gateway, port=_free_port(config.gateway.host, config.gateway.port))
     path = config.folder("run") / CONFIG_FILE
     config = msgspec.structs.replace(
-        config, nats=nats, gateway=gateway, state_dir=str(Path(config.state_dir).resolve())
+        config,
+        nats=nats,
+        gateway=gateway,
+        state_dir=str(Path(config.state_dir).resolve()),
+        artifacts=_settled(config),
     )
     path.write_bytes(dump(config))
     return config, path
+
+
+def _settled(config: Config) -> Artifacts:
+    """A folder in the state folder stays there wherever that is moved to; any other one is where it is from here."""
+    at = config.artifacts.at
+    folder = bool(at) and "://" not in at
+    return msgspec.structs.replace(config.artifacts, at=str(Path(at).resolve()) if folder else at)
 
 
 def _free_port(host: str, port: int) -> int:

@@ -110,9 +110,15 @@ class Trainer(Authority):
         with self._kept:
             found = self._states.get(candidate.id)
         if found is None:
-            optimizer = self.store.path(candidate.optimizer.digest) if candidate.optimizer else None
-            found = self.backend.load(self.store.path(candidate.weights.digest), optimizer)
+            found = self._load(candidate)
         return self._remember(candidate.id, found)
+
+    def _load(self, candidate: Candidate) -> Any:
+        with contextlib.ExitStack() as stack:
+            weights = stack.enter_context(self.store.local(candidate.weights.digest))
+            kept = candidate.optimizer
+            optimizer = stack.enter_context(self.store.local(kept.digest)) if kept else None
+            return self.backend.load(weights, optimizer)
 
     def _remember(self, candidate: str, state: Any) -> Any:
         with self._kept:
@@ -132,7 +138,7 @@ async def _build(config: Config, journal: Journal, me: Me, stack: contextlib.Asy
     if config.training.backend == ATTACHED:
         raise Rejected("training.backend is attached: the trainer is a loop of your own (reef_bus.attach), not a role")
     backend: TrainingBackend = await blocking(_backend, config)
-    store = ArtifactStore(config.folder("artifacts"))
+    store = ArtifactStore(config.artifact_root())
     book = RecordBook(config, journal, store)
     await book.start(stack)
     return Trainer(config, me, backend, store, book)

@@ -23,6 +23,7 @@ from reef_bus.core.void import RULES, Tail, advance, why_void
 from reef_bus.errors import ContractError
 from reef_bus.events import (
     CandidateReady,
+    CandidateSelected,
     EngineExcluded,
     Event,
     JobDispatched,
@@ -40,7 +41,10 @@ from reef_bus.events import (
 
 class World(msgspec.Struct):
     """The state after the event at `seq`. Mutated by `fold` alone; everybody else only reads, but for `start`: what the
-    blob holds that a `LogOpened` names is part of the log, and its reader puts it there before that event."""
+    blob holds that a `LogOpened` names is part of the log, and its reader puts it there before that event.
+
+    `queue`: candidates that are selected and have not ended, in the order of their selection. It follows from the rest;
+    it is kept because everybody asks for it all the time, and the rest grows with the log."""
 
     seq: int = 0
     last_id: str = ""
@@ -50,6 +54,7 @@ class World(msgspec.Struct):
     tails: dict[str, Tail] = {}
     training: Training = msgspec.field(default_factory=Training)
     publications: Publications = msgspec.field(default_factory=Publications)
+    queue: list[str] = []
     membership: Membership = msgspec.field(default_factory=Membership)
     components: dict[str, Component] = {}
     requests: dict[int, Request] = {}
@@ -92,10 +97,13 @@ def _evolve(world: World, recorded: Recorded) -> None:
             training.evolve(world.training, recorded)
             if type(event) is ScenarioRegistered:
                 publication.register(world.publications, world.incarnation, recorded, event)
+            if type(event) is CandidateSelected:
+                world.queue = waiting(world, [*world.queue, event.candidate])
         case "release":
             if type(event) is TargetPersisted:
                 membership.forget_attempts(world.membership)
             publication.evolve(world.publications, recorded)
+            world.queue = waiting(world, world.queue)
             if isinstance(event, EngineExcluded | TransferAborted | PublicationHalted):
                 _cast_out(world, recorded.time)
         case "engine":
@@ -117,9 +125,15 @@ def _evolve(world: World, recorded: Recorded) -> None:
 
 def _begin(world: World, start: Start) -> None:
     begin(world.training, world.publications, start)
+    world.queue = waiting(world, world.training.selected)
     world.start = None
     if start.scenario:
         world.tails["train"] = Tail(registered=True)
+
+
+def waiting(world: World, candidates: list[str]) -> list[str]:
+    """Those of them that have not ended."""
+    return [candidate for candidate in candidates if candidate not in world.publications.ended]
 
 
 def _overtake(world: World) -> None:

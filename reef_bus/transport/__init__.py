@@ -9,13 +9,13 @@ from __future__ import annotations
 import contextlib
 import errno
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 
 from reef_bus.artifacts import ArtifactStore
 from reef_bus.backends import Pieces
-from reef_bus.errors import TransferError
+from reef_bus.errors import Rejected, TransferError
 from reef_bus.manifest import Manifest
 
 STALL_S = 10.0
@@ -57,6 +57,10 @@ class Transport(ABC):
 
     name: str
 
+    def lacks(self) -> str:
+        """The line that installs what this transport lacks here; empty where it lacks nothing."""
+        return ""
+
     @abstractmethod
     async def offer(self, manifest: Manifest, source: Pieces, *, publication: str, attempt: int) -> Offer:
         """Open the door of one attempt. `source` must hold what the manifest describes and must not change until the
@@ -96,15 +100,26 @@ def transfer_errors(about: str) -> Iterator[None]:
         raise TransferError(cause, f"{about}: {error.strerror or error}") from error
 
 
-def transports(store: ArtifactStore, host: str = "127.0.0.1", stall_s: float = STALL_S) -> dict[str, Transport]:
+def transports(
+    store: ArtifactStore,
+    host: str = "127.0.0.1",
+    stall_s: float = STALL_S,
+    use: Sequence[str] = (),
+    torch_device: str = "cpu",
+) -> dict[str, Transport]:
     """The transports of this build, by name. `host` is an address of this machine that receivers can reach,
-    `stall_s` the sender's own progress deadline."""
+    `stall_s` the sender's own progress deadline. Raises Rejected for one of `use` that cannot work here: at the start
+    of a role, and not when engines are paused."""
     # Imported here because each transport inherits from this module.
     from reef_bus.transport.files import FilesTransport
     from reef_bus.transport.shm import ShmTransport
     from reef_bus.transport.tcp import TcpTransport
     from reef_bus.transport.torch_group import TorchTransport
+    from reef_bus.transport.ucx import UcxTransport
 
-    own = (TcpTransport(host, stall_s), TorchTransport(host, stall_s), ShmTransport(stall_s))
-    known = (*own, FilesTransport(store))
+    afar = (TcpTransport(host, stall_s), TorchTransport(host, stall_s, torch_device), UcxTransport(host, stall_s))
+    known = (*afar, ShmTransport(stall_s), FilesTransport(store))
+    for transport in known:
+        if transport.name in use and (line := transport.lacks()):
+            raise Rejected(f"transport {transport.name} lacks what it needs here: {line}; or take it out of the lists")
     return {transport.name: transport for transport in known}

@@ -35,8 +35,10 @@ from tests.transfers import (
     dead,
     fails,
     hear,
+    loaded,
     message,
     offered,
+    params,
     pieces,
     receive,
     run,
@@ -62,25 +64,56 @@ ANYBODY = Arrives("an artifact is nobody's attempt: whoever knows its digest may
 DONE = Arrives("a segment that was handed over needs its sender no more")
 
 OUTCOMES: dict[str, dict[str, str]] = {
-    "sender killed in the middle": {"tcp": "closed", "torch": "closed", "shm": "closed", "files": NOBODY},
-    "sender stopped in the middle": {"tcp": "stalled", "torch": "stalled", "shm": DONE, "files": NOBODY},
-    "sender stopped before it answers": {"tcp": "stalled", "torch": "stalled", "shm": "stalled", "files": NOBODY},
-    "sender retracts in the middle": {"tcp": "closed", "torch": "closed", "shm": "closed", "files": NOBODY},
-    "receiver stopped while the sender retracts": {
+    "sender killed in the middle": {
         "tcp": "closed",
         "torch": "closed",
+        "ucx": "closed",
         "shm": "closed",
         "files": NOBODY,
     },
-    "half, then silence": {"tcp": "stalled", "torch": "stalled", "shm": "stalled", "files": "stalled"},
-    "half, then the end": {"tcp": "closed", "torch": "closed", "shm": "closed", "files": "mismatch"},
-    "wrong token": {"tcp": "refused", "torch": "refused", "shm": "refused", "files": ANYBODY},
-    "wrong attempt": {"tcp": "refused", "torch": "refused", "shm": "refused", "files": ANYBODY},
-    "wrong publication": {"tcp": "refused", "torch": "refused", "shm": "refused", "files": ANYBODY},
+    "sender stopped in the middle": {
+        "tcp": "stalled",
+        "torch": "stalled",
+        "ucx": "stalled",
+        "shm": DONE,
+        "files": NOBODY,
+    },
+    "sender stopped before it answers": {
+        "tcp": "stalled",
+        "torch": "stalled",
+        "ucx": "stalled",
+        "shm": "stalled",
+        "files": NOBODY,
+    },
+    "sender retracts in the middle": {
+        "tcp": "closed",
+        "torch": "closed",
+        "ucx": "closed",
+        "shm": "closed",
+        "files": NOBODY,
+    },
+    "receiver stopped while the sender retracts": {
+        "tcp": "closed",
+        "torch": "closed",
+        "ucx": "closed",
+        "shm": "closed",
+        "files": NOBODY,
+    },
+    "half, then silence": {
+        "tcp": "stalled",
+        "torch": "stalled",
+        "ucx": "stalled",
+        "shm": "stalled",
+        "files": "stalled",
+    },
+    "half, then the end": {"tcp": "closed", "torch": "closed", "ucx": "closed", "shm": "closed", "files": "mismatch"},
+    "wrong token": {"tcp": "refused", "torch": "refused", "ucx": "refused", "shm": "refused", "files": ANYBODY},
+    "wrong attempt": {"tcp": "refused", "torch": "refused", "ucx": "refused", "shm": "refused", "files": ANYBODY},
+    "wrong publication": {"tcp": "refused", "torch": "refused", "ucx": "refused", "shm": "refused", "files": ANYBODY},
 }
 
 
-@pytest.fixture(params=NAMES)
+@pytest.fixture(params=params(NAMES))
 def name(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -96,12 +129,13 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> ArtifactStore:
 
 @pytest.fixture
 def transport(name: str, store: ArtifactStore) -> Transport:
+    loaded(name)
     return transports(store, stall_s=stall_s(name))[name]
 
 
 def stall_s(name: str) -> float:
-    """To make a process group takes a while on a machine that is busy with other tests."""
-    return 1.5 if name == "torch" else STALL_S
+    """To make a process group, or a worker of UCX, takes a while on a machine that is busy with other tests."""
+    return 1.5 if name in ("torch", "ucx") else STALL_S
 
 
 async def ends(outcome: str, transfer: Awaitable[int], target: Pieces, source: Pieces, within_s: float = 4.0) -> str:
@@ -124,7 +158,9 @@ def test_every_transport_of_this_build_is_tested_and_can_be_configured(store: Ar
 def test_the_configuration_refuses_a_transport_that_nobody_has() -> None:
     everywhere = {"training": {"offers": ["shm", "files"]}, "inference": {"accepts": ["shm", "files"]}}
     assert build("here", {"publication": {"transport": "shm"}, **everywhere}).policy().transport == "shm"
-    with pytest.raises(Rejected, match=r"inference\.accepts names 'pigeon'; this version has: tcp, torch, shm, files"):
+    with pytest.raises(
+        Rejected, match=r"inference\.accepts names 'pigeon'; this version has: tcp, torch, ucx, shm, files"
+    ):
         build("here", {"inference": {"accepts": ["tcp", "pigeon"]}})
 
 
@@ -325,7 +361,7 @@ def test_receiver_stopped_in_the_middle_holds_up_nobody_and_never_sees_the_next_
     run(story())
 
 
-@pytest.mark.parametrize("name", DOORS, indirect=True)
+@pytest.mark.parametrize("name", params(DOORS), indirect=True)
 def test_receivers_that_are_let_in_and_go_no_further_hold_up_nobody(transport: Transport) -> None:
     async def story() -> None:
         manifest = describe(SMALL)

@@ -90,7 +90,7 @@ class Live:
         self.running.kill(component)
 
     async def audit(self) -> Audit:
-        history = await read_history(self.running.journal, ArtifactStore(self.running.config.folder("artifacts")))
+        history = await read_history(self.running.journal, ArtifactStore(self.running.config.artifact_root()))
         return audit_history(history)
 
 

@@ -312,7 +312,7 @@ class Rig:
         return [self.client.answers.get_nowait() for _ in range(self.client.answers.qsize())]
 
     async def history(self) -> History:
-        return await read_history(self.journal, ArtifactStore(self.config.folder("artifacts")))
+        return await read_history(self.journal, ArtifactStore(self.config.artifact_root()))
 
 
 def _pid(unit: Unit) -> int:

@@ -17,7 +17,7 @@ from msgspec.structs import replace
 
 from reef_bus.artifacts import ArtifactStore
 from reef_bus.backends import Sample
-from reef_bus.config import Config, Nats, dump
+from reef_bus.config import Artifacts, Config, Nats, dump
 from reef_bus.embedded import NatsServer
 from reef_bus.events import Draft, Event, InferenceRecorded, JobDispatched, ReportReceived
 from reef_bus.jetstream import JetStreamJournal, connect
@@ -101,28 +101,30 @@ async def answer(journal: JetStreamJournal, store: ArtifactStore, record: str, l
         await journal.append(Draft(event=each, writer="gateway/g", boot="g1"), 0)
 
 
-def with_server(state: Path, what: Callable[[JetStreamJournal, ArtifactStore], Awaitable[Any]]) -> Any:
+def with_server(
+    state: Path, what: Callable[[JetStreamJournal, ArtifactStore], Awaitable[Any]], artifacts: str = ""
+) -> Any:
     """Run something against the state folder's own server, which is stopped again."""
     server = NatsServer(state / "nats")
 
     async def run() -> Any:
         journal = await connect(server.url, "reef", "test")
         try:
-            return await what(journal, ArtifactStore(state / "artifacts"))
+            return await what(journal, ArtifactStore(artifacts or state / "artifacts"))
         finally:
             await journal.close()
 
     try:
         server.start()
         (state / "run").mkdir(exist_ok=True)
-        config = Config(state_dir=str(state), nats=Nats(url=server.url))
+        config = Config(state_dir=str(state), artifacts=Artifacts(at=artifacts), nats=Nats(url=server.url))
         (state / "run" / "deployment.json").write_bytes(dump(config))
         return asyncio.run(run())
     finally:
         server.stop()
 
 
-def deployment(state: Path, steps: Sequence[Step] = HISTORY) -> Path:
+def deployment(state: Path, steps: Sequence[Step] = HISTORY, artifacts: str = "") -> Path:
     """A deployment that is down: `steps` on its log; r1, which its job consumed, and r2, which waits, on RECORDS."""
 
     async def make(journal: JetStreamJournal, store: ArtifactStore) -> None:
@@ -131,5 +133,5 @@ def deployment(state: Path, steps: Sequence[Step] = HISTORY) -> Path:
         await write(journal, store, steps)
         await answer(journal, store, "r2", L(1), 19)
 
-    with_server(state, make)
+    with_server(state, make, artifacts)
     return state

@@ -57,6 +57,7 @@ def _many(seeds: range, as_json: bool) -> int:
             print(f"seed {outcome.seed}: {outcome.violation}\n    python -m tests.simulation --seed {outcome.seed}")
     judged = len(seeds) >= ENOUGH
     wanting = missing(hits) if judged else []
+    idle = judged and ended["committed"] <= len(seeds)
     seconds = time.monotonic() - began
     if as_json:
         print(json.dumps(_report(seeds, seconds, failed, wanting, hits, events, ended)))
@@ -66,7 +67,9 @@ def _many(seeds: range, as_json: bool) -> int:
         print(f"settled at the latest {slowest[0]:.1f} s after the faults stopped (seed {slowest[1]})")
         cells = f"{len(wanting)} cells were never hit {wanting or ''}" if judged else f"cells: from {ENOUGH} seeds on"
         print(f"{len(failed)} failed; {cells}")
-    return 1 if failed or wanting else 0
+    if idle:
+        print(f"only {ended['committed']} releases: such seeds test next to nothing", file=sys.stderr)
+    return 1 if failed or wanting or idle else 0
 
 
 def _run(seeds: range) -> Iterable[Outcome]:

@@ -26,8 +26,9 @@ COMMITS_EARLY = Edit(
 )
 TAKES_ANY = Edit(
     PUBLISHER + "_next_target",
-    "for c in world.training.selected if c not in world.publications.ended",
-    "for c in world.training.candidates if c not in world.publications.ended",
+    "    if not world.queue:\n        return []\n    candidate = world.training.candidates[world.queue[0]]\n",
+    "    pending = [c for c in world.training.candidates if c not in world.publications.ended]\n"
+    "    if not pending:\n        return []\n    candidate = world.training.candidates[pending[0]]\n",
 )
 NO_BASE_IS_LOST = Edit(PUBLISHER + "_next_target", "if not reaches_head(world, candidate.id):", "if False:")
 
@@ -86,7 +87,7 @@ DECISIONS = (
     Breakage(
         "wrong-order",
         "the newest candidate is taken first, and not the oldest",
-        (Edit(PUBLISHER + "_next_target", "candidate = pending[0]", "candidate = pending[-1]"),),
+        (Edit(PUBLISHER + "_next_target", "[world.queue[0]]", "[world.queue[-1]]"),),
         FLEET,
     ),
     Breakage(
@@ -208,7 +209,7 @@ DECISIONS = (
         (
             Edit(
                 TRAINER + "_next_job",
-                "base = next((c for c in queued if can_still_reach(world, c)), head.candidate)",
+                "base = next((c for c in reversed(world.queue) if can_still_reach(world, c)), head.candidate)",
                 "base = training.selected[-1] if training.selected else head.candidate",
             ),
         ),

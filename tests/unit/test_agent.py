@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Generator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -24,6 +24,7 @@ from reef_bus.errors import Rejected, Unavailable
 from reef_bus.events import Blob, EngineFenced, EngineLeft, Event, ReceiverFailed, ReceiverVerified
 from reef_bus.journal import MemoryJournal, MemoryStreams
 from reef_bus.manifest import Manifest
+from reef_bus.shelf import Folder, Opened
 from tests.facts import E0, E1, SERVING, blob, fenced, halted, holds, joined, released, target, trained
 from tests.loop import put, quiet, until
 from tests.spec import Said, Step, given
@@ -285,6 +286,28 @@ async def test_memory_that_holds_the_head_is_proven_without_moving_a_byte(tmp_pa
     said = await say(found, verifying(found, BASE))
     assert isinstance(said, ReceiverVerified)
     assert (said.method, said.bytes, said.publication, said.attempt) == ("memory", 0, "", 0)
+
+
+async def test_a_store_that_gives_no_answer_is_asked_again_and_ends_no_boot(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing was written: a store that is away for a minute uses up nobody's restarts."""
+
+    def silent(*_: object) -> Generator[int, None, Opened]:
+        yield 0
+        raise Unavailable("no route to host")
+
+    found = agent(tmp_path)
+    effect = verifying(found, NEXT)
+    before, manifest = bytes(memory(found)), found.store.get(effect.manifest)
+    with monkeypatch.context() as patch:
+        patch.setattr(Folder, "open", silent)
+        patch.setattr(ArtifactStore, "get", lambda store, digest: manifest)
+        with pytest.raises(Unavailable, match=f"cannot read .*{effect.weights.digest}: no route to host"):
+            await say(found, effect)
+    assert bytes(memory(found)) == before and found.serving() == ""
+    said = await say(found, effect)
+    assert isinstance(said, ReceiverVerified) and said.method == "artifact" and bytes(memory(found)) == NEXT
 
 
 async def test_memory_that_holds_anything_else_is_loaded_from_the_artifact(tmp_path: Path) -> None:

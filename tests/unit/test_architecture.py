@@ -76,6 +76,10 @@ def test_importing_the_command_line_loads_no_extra() -> None:
     assert loaded_after("import reef_bus.cli") & EXTRAS == set()
 
 
+def test_the_artifact_store_loads_fsspec_for_a_url_only() -> None:
+    assert "fsspec" not in loaded_after("from reef_bus.artifacts import ArtifactStore; import reef_bus.backup")
+
+
 @pytest.mark.parametrize("path", MODULES, ids=name)
 def test_a_module_stops_at_450_lines(path: Path) -> None:
     assert len(path.read_text().splitlines()) <= 450

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import struct
 import threading
 import time
@@ -17,6 +18,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+import safetensors.numpy
 
 from consumers.reef_trainer.book import RecordBook
 from consumers.reef_trainer.role import Trainer, _build
@@ -26,6 +28,7 @@ from reef_bus import runner as runner_module
 from reef_bus.artifacts import save_weights
 from reef_bus.attach import Boot, Committed, Halted, Handle, Outcome, Refused, attach, attach_blocking
 from reef_bus.attached import KEPT_COPIES, Attached, Place
+from reef_bus.checkpoint import open_checkpoint
 from reef_bus.config import Config, Inference, Training, build, check
 from reef_bus.core.effects import Me
 from reef_bus.core.training import Candidate
@@ -126,6 +129,25 @@ async def test_a_step_is_committed_when_every_engine_has_proven_to_hold_it(tmp_p
         assert ours.role.place == (5, ("inc:1", found.candidate, 5))
         await until(lambda: deployment.memories == {"e0": held(5), "e1": held(5)})
         assert await deployment.violations() == []
+
+
+def sharded(folder: Path, number: int) -> Path:
+    """A checkpoint with an index, of that step."""
+    folder.mkdir()
+    safetensors.numpy.save_file(step(number), folder / "model-00001-of-00001.safetensors")
+    where = {"metadata": {}, "weight_map": {"w": "model-00001-of-00001.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(where))
+    return folder
+
+
+async def test_a_sharded_checkpoint_is_the_start_and_a_step_as_any_tensors_are(tmp_path: Path) -> None:
+    async with box(tmp_path) as deployment, loop(deployment) as ours:
+        start = await ours.publish(open_checkpoint(sharded(tmp_path / "0", 0)), step=0)
+        assert start == Committed(0, "base", "inc:0", ()) == await ours.publish(step(0), step=0)
+        await until(lambda: deployment.count("EngineJoined") == 2)
+        found = await ours.publish(open_checkpoint(sharded(tmp_path / "7", 7)), step=7)
+        assert isinstance(found, Committed) and found.load_id == "inc:1"
+        await until(lambda: deployment.memories == {"e0": held(7), "e1": held(7)})
 
 
 async def test_a_job_of_a_loop_has_a_batch_that_names_step_base_and_weights_and_no_records(tmp_path: Path) -> None:

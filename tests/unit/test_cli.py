@@ -28,7 +28,7 @@ from tests.facts import E0, E1, SERVING, released, target, trained
 from tests.spec import Scribe, Step
 
 ROOT = Path(__file__).resolve().parents[2]
-HEAVY = ["aiohttp", "nats", "numpy", "psutil", "rich", "safetensors", "torch", "xxhash", "yaml"]
+HEAVY = ["aiohttp", "nats", "numpy", "psutil", "rich", "safetensors", "torch", "ucxx", "xxhash", "yaml"]
 
 
 def said(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:

@@ -335,7 +335,7 @@ def test_row_48_two_models_kept_in_one_folder_overwrite_nothing(tmp_path: Path) 
 async def test_row_67_what_was_not_really_kept_is_no_candidate(shelf: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
     """The disk takes everything and keeps nothing: what is named on the log is read back first."""
     found, effect = trainer(shelf), training(shelf, SAMPLE)
-    monkeypatch.setattr(shelf.store, "_adopt", lambda draft, final: None)
+    monkeypatch.setattr(shelf.store._shelf, "_adopt", lambda draft, final: None)
     with pytest.raises(ReefError, match="no blob at"):
         await perform(found, effect)
 

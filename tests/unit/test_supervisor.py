@@ -22,12 +22,13 @@ from consumers.reef_publisher.role import Heartbeats
 from consumers.reef_supervisor import role as role_module
 from consumers.reef_supervisor.commands import _demo
 from consumers.reef_supervisor.demo import _config
+from consumers.reef_supervisor.deployment import _settle
 from consumers.reef_supervisor.harness import Scored, score
 from consumers.reef_supervisor.processes import Child
 from consumers.reef_supervisor.role import Supervisor
 from consumers.reef_supervisor.tally import Tally
 from reef_bus import process
-from reef_bus.config import Config, dump, load
+from reef_bus.config import Artifacts, Config, dump, load
 from reef_bus.core.effects import Append, Debt, Me, StartComponent
 from reef_bus.embedded import Lock
 from reef_bus.errors import Rejected, Unavailable
@@ -176,6 +177,15 @@ def test_a_resumed_demo_takes_a_free_port_and_its_own_server(tmp_path: Path) -> 
     (tmp_path / "run" / "deployment.json").write_bytes(dump(kept))
     found = _config(_demo().parse_args(["--resume", str(tmp_path)]), None)
     assert (found.gateway.port, found.nats.url, found.state_dir) == (0, "", str(tmp_path))
+
+
+@pytest.mark.parametrize(("at", "settled"), [("", ""), ("blobs", "{here}/blobs"), ("s3://reef/a", "s3://reef/a")])
+def test_where_artifacts_lie_means_the_same_to_every_child(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: str, settled: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    _, path = _settle(Config(state_dir="state", artifacts=Artifacts(at=at)), None)
+    assert load(path).artifacts.at == settled.format(here=tmp_path)
 
 
 def load_json(folder: Path, text: str) -> Config:

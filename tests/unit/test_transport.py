@@ -24,8 +24,10 @@ from tests.transfers import (
     PUBLICATION,
     fails,
     hear,
+    loaded,
     message,
     offered,
+    params,
     pieces,
     receive,
     run,
@@ -35,8 +37,9 @@ from tests.transfers import (
 )
 
 
-@pytest.fixture(params=DOORS)
+@pytest.fixture(params=params(DOORS))
 def transport(request: pytest.FixtureRequest, tmp_path: Path) -> Transport:
+    loaded(request.param)
     return transports(ArtifactStore(tmp_path), stall_s=0.2)[request.param]
 
 

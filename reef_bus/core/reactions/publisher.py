@@ -73,10 +73,9 @@ def _exclude(world: World, found: Engine, reason: str, at_head: bool) -> Debt:
 
 
 def _next_target(world: World, policy: Policy) -> list[Debt]:
-    pending = [world.training.candidates[c] for c in world.training.selected if c not in world.publications.ended]
-    if not pending:
+    if not world.queue:
         return []
-    candidate = pending[0]
+    candidate = world.training.candidates[world.queue[0]]
     if not reaches_head(world, candidate.id):
         return [_refuse(world, candidate, "base_lost", "its base was not committed")]
     if policy.publish == "latest" and (newer := _successor(world, candidate.id)):

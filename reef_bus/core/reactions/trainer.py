@@ -116,8 +116,7 @@ def _decide(world: World, job: Job) -> Debt:
 def _next_job(world: World) -> Debt:
     training, head = world.training, world.publications.head
     assert head is not None  # registration made release 0
-    queued = (c for c in reversed(training.selected) if c not in world.publications.ended)
-    base = next((c for c in queued if can_still_reach(world, c)), head.candidate)
+    base = next((c for c in reversed(world.queue) if can_still_reach(world, c)), head.candidate)
     since = max(training.closed, training.registered, training.joined)
     if not can_still_reach(world, training.base):
         restored = TrainerRestored(scenario=training.scenario, load_id=head.load_id, candidate=head.candidate)

@@ -110,6 +110,7 @@ def consumption(batch: Batch) -> Consumption:
         base=batch.base,
         records=batch.records,
         samples=tuple(Trained(sample.record, sample.load_id, sample.reward) for sample in batch.samples),
+        spans={sample.record: sample.spans for sample in batch.samples if sample.spans},
     )
 
 

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import ctypes
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
 
 from reef_bus.errors import ContractError
+from reef_bus.events import Span
 
 
 class Piece(NamedTuple):
@@ -58,12 +59,30 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
     finish_reason: str
 
 
+class Generation(NamedTuple):
+    """What there is of a batch, in its order: a completion without a `finish_reason` was stopped. `kept` is what the
+    engine needs to go on, KV cache included; None if everything is whole. Who drops it has given the memory back."""
+
+    completions: list[Completion]
+    kept: Any = None
+
+
+Stop = Callable[[], bool]
+"""Whether generation is to stop; cheap, and asked between two tokens."""
+
+
+def never() -> bool:
+    """Generate to the end."""
+    return False
+
+
 BOOT_HEADER = "x-reef-boot"
 """The HTTP header by which a gateway says which boot it means; an engine refuses a request for another one."""
 
 
 class Generated(msgspec.Struct, frozen=True, kw_only=True):
-    """An answer with everything that its record needs: who produced it, from what, and as of which fold."""
+    """An answer with everything that its record needs: who produced it, from what, and as of which fold. With `spans`
+    it was interrupted, and they say so of each part; `load_id` and `as_of` are then the first one's."""
 
     engine: str
     boot: str
@@ -71,10 +90,12 @@ class Generated(msgspec.Struct, frozen=True, kw_only=True):
     as_of: int
     done_as_of: int
     completion: Completion
+    spans: tuple[Span, ...] = ()
 
 
-class Sample(msgspec.Struct, frozen=True, kw_only=True):
-    """One rewarded answer as the trainer sees it; self-contained, so that no later eviction can lose it."""
+class Sample(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One rewarded answer as the trainer sees it; self-contained, so that no later eviction can lose it. Each logprob
+    is that of the version which produced its token: with `spans` several did, else `load_id` alone."""
 
     record: str
     group: str
@@ -83,13 +104,16 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: tuple[float, ...]
     load_id: str
     reward: float
+    spans: tuple[Span, ...] = ()
 
 
 class InferenceBackend(ABC):
     """One engine's model. The agent around it decides when it may generate and what is loaded into it. An engine that
-    `stages` has room for a second copy of the weights."""
+    `stages` has room for a second copy of the weights; `pauses` are the ways in which it can be stopped: any but
+    `drain` needs `generate_until`."""
 
     stages: bool = False
+    pauses: tuple[str, ...] = ("drain",)
 
     @abstractmethod
     def start(self) -> None:
@@ -103,6 +127,11 @@ class InferenceBackend(ABC):
     def generate(self, prompts: Sequence[Prompt]) -> list[Completion]:
         """Sample one completion per prompt, in order. Never runs while `live` is being written."""
 
+    def generate_until(self, prompts: Sequence[Prompt], stop: Stop, kept: Any = None) -> Generation:
+        """As `generate`; but as soon as `stop` says so, end between two tokens, with what there is. Given what it
+        `kept`, go on from there: with the KV cache as it is, and the weights as they are now."""
+        return Generation(self.generate(prompts))
+
     def stage(self) -> Pieces:
         """Writable views of the second copy, which nothing reads: allocated on first use, then the same memory until it
         is swapped or freed. Raises TransferError("memory") when there is no room."""
@@ -110,8 +139,8 @@ class InferenceBackend(ABC):
 
     def swap(self) -> None:
         """Exchange the two copies by pointer, moving no byte: `live` is then where `stage` was, and the other way
-        round, and nothing that was computed with the old weights is left (KV cache, prefixes). Raises ContractError if
-        the forward pass may read anything else."""
+        round, and nothing that was computed with the old weights is left (prefixes, KV cache but for what a stopped
+        generation keeps). Raises ContractError if the forward pass may read anything else."""
         raise ContractError(f"{type(self).__name__} has no second copy to swap in")
 
     def unstage(self) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 
 from reef_bus.core.effects import Deadlines, Policy, Restarts
+from reef_bus.core.publication import PAUSES
 from reef_bus.errors import Rejected
 from reef_bus.topology import DUPLICATE_WINDOW_S, check_name
 
@@ -84,6 +85,8 @@ class Training(Part, frozen=True, kw_only=True):
 class Publication(Part, frozen=True, kw_only=True):
     """How releases are published: `every` candidate in its turn, or the `latest`; by how many `publishers`. In mode
     `fenced` engines stop for the transfer; in mode `staged` they receive beside what they serve, and stop to swap.
+    `pause`: then the requests in hand are answered first (`drain`), or generation stops at the next token, and they
+    start over with the new version (`retract`) or go on with it, each token's version recorded (`in_place`).
     `transport`: the only one to be used; empty: the first that the trainer offers and every engine accepts.
     `torch_device`: where groups of transport `torch` are, `cpu` (gloo) or `cuda` (NCCL, each end on its own GPU). With
     `delta`, over `tcp` and `files`, who stages gets what has changed since the version that it serves, where that is
@@ -291,8 +294,8 @@ def check(config: Config) -> Config:
         raise Rejected("publication.delta and artifacts.anchor-every need an extra: pip install 'reef-bus[delta]'")
     if not 1 <= config.publication.publishers <= MAX_PUBLISHERS:
         raise Rejected(f"publication.publishers is {config.publication.publishers}: expected 1 to {MAX_PUBLISHERS}")
-    if config.publication.pause != "drain":
-        raise Rejected(f"publication.pause is {config.publication.pause!r}; this version has: drain")
+    if config.publication.pause not in PAUSES:
+        raise Rejected(f"publication.pause is {config.publication.pause!r}; expected one of {', '.join(PAUSES)}")
     if config.inference.backend != "torch":
         raise Rejected(f"inference.backend is {config.inference.backend!r}; this version has: torch")
     if config.training.backend not in ("torch", ATTACHED):

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from reef_bus.backends import Piece
+from reef_bus.backends import Piece, Stop, never
 from reef_bus.errors import ContractError, Rejected
 
 RMS_EPS = 1e-6
@@ -227,16 +227,47 @@ def sample_with(policy: Policy, prompts: Tensor, draws: Tensor, temperature: flo
     Logprobs (natural) are those of the distribution that was sampled from. Temperature 0 is greedy: all of its
     probability lies on the most likely token, so its logprobs are 0.
     """
-    tokens, logprobs = [], []
-    with torch.inference_mode():
-        cache = Cache(policy.config, prompts.shape[0], prompts.shape[1] + draws.shape[1])
-        step = prompts
-        for draw in draws.unbind(1):
-            table = _distribution(policy(step, cache)[:, -1], temperature)
-            step = _choose(table, draw)
-            tokens.append(step)
-            logprobs.append(table.gather(1, step))
-    return torch.cat(tokens, 1), torch.cat(logprobs, 1)
+    sampling = Sampling(prompts, draws, temperature)
+    sampling.go_on(policy, never)
+    return sampling.sampled()
+
+
+class Sampling:
+    """Equally long prompts on their way, as in `sample_with`. Between two tokens it may stop, and go on later with the
+    cache that it has, and with whatever policy it is then given."""
+
+    def __init__(self, prompts: Tensor, draws: Tensor, temperature: float) -> None:
+        self.prompts, self.draws, self.temperature = prompts, draws, temperature
+        self.tokens: list[Tensor] = []
+        self.logprobs: list[Tensor] = []
+        self.cache: Cache | None = None  # from the first token to the last
+
+    def done(self) -> bool:
+        return len(self.tokens) == self.draws.shape[1]
+
+    def go_on(self, policy: Policy, stop: Stop) -> None:
+        """Until it is done, or `stop` says so."""
+        with torch.inference_mode():
+            while not self.done() and not stop():
+                self._step(policy)
+        if self.done():
+            self.cache = None
+
+    def _step(self, policy: Policy) -> None:
+        if self.cache is None:
+            rows, length = self.prompts.shape
+            self.cache = Cache(policy.config, rows, length + self.draws.shape[1])
+        logits = policy(self.tokens[-1] if self.tokens else self.prompts, self.cache)[:, -1]
+        table = _distribution(logits, self.temperature)
+        chosen = _choose(table, self.draws[:, len(self.tokens)])
+        self.tokens.append(chosen)
+        self.logprobs.append(table.gather(1, chosen))
+
+    def sampled(self) -> tuple[Tensor, Tensor]:
+        """Ids and logprobs so far, both [B, tokens]."""
+        rows = self.prompts.shape[0]
+        none = torch.empty(rows, 0, dtype=torch.long), torch.empty(rows, 0)
+        return torch.cat([none[0], *self.tokens], 1), torch.cat([none[1], *self.logprobs], 1)
 
 
 def _distribution(logits: Tensor, temperature: float) -> Tensor:

@@ -15,6 +15,7 @@ import aiohttp
 from reef_bus.errors import Rejected
 
 RECEIPT, SCENARIO, LOAD_ID, ENGINE = "x-reef-agent-record-id", "x-reef-scenario", "x-reef-load-id", "x-reef-engine"
+SPANS = "x-reef-spans"  # only of an answer of several parts: `<load id>=<tokens>`, comma between them
 TAG = "x-reef-tag-"
 RETRY_S = 0.1
 AWAY = (502, 503, 504)  # of a gateway, or of what stands before it: asked again
@@ -22,12 +23,14 @@ POLL_S = 0.1
 
 
 class Answer(NamedTuple):
-    """One recorded answer: `receipt` names its record, `load_id` the release that produced every token of it."""
+    """One recorded answer: `receipt` names its record, `load_id` the release that produced every token of it; or the
+    first ones, where `spans` says, release by release, how many tokens each produced."""
 
     text: str
     receipt: str
     load_id: str
     engine: str
+    spans: tuple[tuple[str, int], ...] = ()
 
 
 class Producer:
@@ -47,7 +50,7 @@ class Producer:
         headers = {f"{TAG}{key}": value for key, value in (tags or {}).items()}
         answer, reply = await self._call("POST", "/v1/chat/completions", body, headers)
         content = answer["choices"][0]["message"]["content"]
-        return Answer(content, reply[RECEIPT], reply[LOAD_ID], reply[ENGINE])
+        return Answer(content, reply[RECEIPT], reply[LOAD_ID], reply[ENGINE], _spans(reply.get(SPANS, "")))
 
     async def report(
         self, receipts: str | Sequence[str], score: float, *, feedback: str = "", train: bool = True
@@ -82,6 +85,11 @@ class Producer:
                     if reply.status not in AWAY:
                         raise Rejected(f"{method} {path}: {reply.status} {await reply.text()}", reply.status)
             await asyncio.sleep(RETRY_S)
+
+
+def _spans(said: str) -> tuple[tuple[str, int], ...]:
+    parts = [part.strip().rpartition("=") for part in said.split(",") if part]
+    return tuple((load_id, int(tokens)) for load_id, _, tokens in parts)
 
 
 @contextlib.asynccontextmanager

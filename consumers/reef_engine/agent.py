@@ -11,8 +11,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import NamedTuple
 
 from consumers.reef_engine.rebase import Live, Rebased, rebase
@@ -21,7 +22,7 @@ from reef_bus.backends import InferenceBackend, Pieces, Places, places
 from reef_bus.config import Config
 from reef_bus.core import reactions
 from reef_bus.core.effects import Debt, Fence, Ingress, Join, Me, Receive, Stage, VerifyHead
-from reef_bus.core.publication import FENCED, STAGED
+from reef_bus.core.publication import DRAIN, FENCED, STAGED
 from reef_bus.core.serving import may_generate
 from reef_bus.core.world import World
 from reef_bus.errors import ContractError, TransferError, Unavailable
@@ -96,6 +97,8 @@ class Agent(Role):
         )
         self.ingress = asyncio.Lock()
         self.memory = asyncio.Lock()
+        self.stop = threading.Event()  # whoever generates is to end at the next token, and then to do as `pause` says
+        self.pause = DRAIN
         self.staged: Staging | None = None
         self.world = World()
         self.open = asyncio.Event()
@@ -167,6 +170,7 @@ class Agent(Role):
                     backend=self.config.inference.backend,
                     accepts=self.config.inference.accepts,
                     modes=(FENCED, STAGED) if self.backend.stages else (FENCED,),
+                    pauses=self.backend.pauses,
                 )
             case Fence() as effect:
                 return await self._fence(effect)
@@ -178,9 +182,22 @@ class Agent(Role):
                 return await self._verify(effect)
         raise AssertionError(debt.effect)
 
+    @contextlib.asynccontextmanager
+    async def _stopped(self, pause: str) -> AsyncIterator[None]:
+        """The memory, once generation has stopped: after the batch in hand, or between two of its tokens."""
+        try:
+            self.pause = pause
+            if pause != DRAIN:
+                self.stop.set()
+            async with self.memory:
+                self.stop.clear()
+                yield
+        finally:
+            self.stop.clear()
+
     async def _fence(self, effect: Fence) -> Event:
         began, head = _now(), self.world.publications.head
-        async with self.ingress, self.memory:
+        async with self.ingress, self._stopped(effect.pause):
             self.staged = None
             await blocking(self.backend.unstage)
             resumed_at, self.resumed_at = self.resumed_at, 0
@@ -285,7 +302,7 @@ class Agent(Role):
     async def _verify(self, effect: VerifyHead) -> Event:
         """By swapping in what was staged for it; from memory if that hashes to it; else by loading its artifact."""
         began, method, moved = _now(), "swapped", 0
-        async with self.ingress, self.memory:
+        async with self.ingress, self._stopped(effect.pause):
             found = await self._swap(effect)
             if found is None:
                 found, method = await self._hash(), "memory"

@@ -1,28 +1,60 @@
 """The engine's HTTP endpoint for gateways: token ids in, token ids, logprobs and their load id out.
 
-Knows: the agent's gate and memory lock. Must not know: chat formats, records, or other engines.
+Knows: the agent's gate, memory lock and pauses. Must not know: chat formats, records, or other engines.
 Requests that arrive while the gate is closed wait; what is generated together was checked at one point of the fold.
 """
 
 from __future__ import annotations
 
 import asyncio
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 from aiohttp import web
 
 from consumers.reef_engine.agent import Agent
-from reef_bus.backends import BOOT_HEADER, Completion, Generated, Prompt
-from reef_bus.errors import Rejected
+from reef_bus.backends import BOOT_HEADER, Completion, Generated, Generation, Prompt, never
+from reef_bus.core.publication import RETRACT
+from reef_bus.errors import Rejected, Unavailable
+from reef_bus.events import Span
 from reef_bus.runner import blocking
 
 MAX_WAITING = 4096  # beyond this the engine says so, instead of promising answers that nobody waits for any more
+MAX_RETRACTIONS = 3  # of one batch: where releases come faster than its answers, it is then drained, or it never ends
 
 
 class _Waiting(NamedTuple):
     prompt: Prompt
     done: asyncio.Future[Generated]
+
+
+class _Batch:
+    """Requests that are generated for together. Once stopped in place, `kept` is what the engine goes on from, and
+    `spans` say of each request what it has so far."""
+
+    def __init__(self, *requests: _Waiting) -> None:
+        self.requests = list(requests)
+        self.retractions = 0
+        self.start_over()
+
+    def start_over(self) -> None:
+        self.kept: Any = None
+        self.spans: list[list[Span]] = []
+
+    def gone(self) -> bool:
+        """Nobody waits for it. Until it was begun, it is rid of those who do not; later, they take their part to the
+        end."""
+        waiting = [each for each in self.requests if not each.done.done()]
+        if self.kept is None:
+            self.requests = waiting
+        return not waiting
+
+    def add(self, generation: Generation, load_id: str, as_of: int, done_as_of: int) -> None:
+        """Enter what was generated in one go."""
+        self.kept, self.spans = generation.kept, self.spans or [[] for _ in self.requests]
+        for spans, completion in zip(self.spans, generation.completions, strict=True):
+            first = sum(span.count for span in spans)
+            spans.append(Span(load_id, first, len(completion.ids) - first, as_of, done_as_of))
 
 
 class Server:
@@ -32,6 +64,7 @@ class Server:
         self.agent = agent
         self.max_batch = max_batch
         self.queue: asyncio.Queue[_Waiting] = asyncio.Queue(MAX_WAITING)
+        self._asked: set[asyncio.Future[Generated]] = set()
 
     def routes(self) -> list[web.RouteDef]:
         return [web.post("/generate", self.generate), web.get("/healthz", self.healthz)]
@@ -40,13 +73,15 @@ class Server:
         return web.json_response({"boot": self.agent.me.boot, "serving": self.agent.serving()})
 
     async def generate(self, request: web.Request) -> web.Response:
-        """409 for another boot's request, 400 for one that cannot be read, 503 when too many wait."""
+        """409 for another boot's request, 400 for one that cannot be read, 503 when too many wait or it ends."""
         if request.headers.get(BOOT_HEADER) != self.agent.me.boot:
             return web.json_response({"error": f"this is boot {self.agent.me.boot}"}, status=409)
         try:
             prompt = msgspec.json.decode(await request.read(), type=Prompt)
             waiting = _Waiting(prompt, asyncio.get_running_loop().create_future())
             self.queue.put_nowait(waiting)
+            self._asked.add(waiting.done)
+            waiting.done.add_done_callback(self._asked.discard)
         except msgspec.DecodeError as error:
             return web.json_response({"error": str(error)}, status=400)
         except asyncio.QueueFull:
@@ -55,55 +90,76 @@ class Server:
             generated = await waiting.done
         except Rejected as error:
             return web.json_response({"error": str(error)}, status=400)
+        except Unavailable as error:
+            return web.json_response({"error": str(error)}, status=503)
         return web.Response(body=msgspec.json.encode(generated), content_type="application/json")
 
     async def work(self) -> None:
-        """Generate for ever."""
-        while True:
-            await self._serve([await self.queue.get()], self.max_batch)
+        """Generate for ever. Whoever still waits in the end hears of it at once, and asks another engine."""
+        try:
+            while True:
+                await self._serve(_Batch(await self.queue.get()), self.max_batch)
+        finally:
+            for done in [done for done in self._asked if not done.done()]:
+                done.set_exception(Unavailable(f"boot {self.agent.me.boot} ends"))
 
-    async def _serve(self, batch: list[_Waiting], most: int) -> None:
+    async def _serve(self, batch: _Batch, most: int) -> None:
         """Generate for `batch` and up to `most` of those who wait. A gate that closes meanwhile makes them wait on; a
         prompt that is refused spoils nobody else's request."""
         try:
             while not await self._served(batch, most):
                 pass
         except Rejected as error:
-            if len(batch) > 1:
-                for waiting in batch:
-                    await self._serve([waiting], 1)
-            elif not batch[0].done.done():
-                batch[0].done.set_exception(error)
+            if len(batch.requests) > 1:
+                for waiting in batch.requests:
+                    await self._serve(_Batch(waiting), 1)
+            elif not batch.requests[0].done.done():
+                batch.requests[0].done.set_exception(error)
 
-    async def _served(self, batch: list[_Waiting], most: int) -> bool:
-        """Whether the gate was open once generation had the memory to itself."""
+    async def _served(self, batch: _Batch, most: int) -> bool:
+        """Whether everybody has an answer: the gate was open once generation had the memory to itself, and no pause
+        stopped it. What waits on holds the memory of its KV cache, and nothing that an update needs."""
         await self.agent.open.wait()
         async with self.agent.memory:
             if not self.agent.gate():
                 return False
-            while len(batch) < most and not self.queue.empty():
-                batch.append(self.queue.get_nowait())
-            if waiting := [each for each in batch if not each.done.done()]:
-                await self._generate(waiting)
-            return True
+            while batch.kept is None and len(batch.requests) < most and not self.queue.empty():
+                batch.requests.append(self.queue.get_nowait())
+            return batch.gone() or await self._generate(batch)
 
-    async def _generate(self, batch: list[_Waiting]) -> None:
-        """Raises Rejected when the engine refuses one of the prompts; then none was answered."""
+    async def _generate(self, batch: _Batch) -> bool:
+        """Whether it came to its end. Raises Rejected when the engine refuses one of the prompts; then none was
+        answered."""
         agent, world = self.agent, self.agent.world
         head = world.publications.head
         assert head is not None and agent.may_generate()
         load_id, as_of = head.load_id, world.seq
-        completions: list[Completion] = await blocking(agent.backend.generate, [w.prompt for w in batch])
-        agent.served += len(batch)
-        for waiting, completion in zip(batch, completions, strict=True):
-            if not waiting.done.done():
-                waiting.done.set_result(
-                    Generated(
-                        engine=agent.me.id,
-                        boot=agent.me.boot,
-                        load_id=load_id,
-                        as_of=as_of,
-                        done_as_of=world.seq,
-                        completion=completion,
-                    )
-                )
+        prompts = [waiting.prompt for waiting in batch.requests]
+        stop = agent.stop.is_set if batch.retractions < MAX_RETRACTIONS else never
+        found: Generation = await blocking(agent.backend.generate_until, prompts, stop, batch.kept)
+        batch.add(found, load_id, as_of, agent.world.seq)
+        self._answer(batch, found.completions)
+        if batch.kept is not None and agent.pause == RETRACT:
+            batch.retractions += 1
+            batch.start_over()
+        return found.kept is None
+
+    def _answer(self, batch: _Batch, completions: list[Completion]) -> None:
+        """Whoever has all of an answer gets it, also when others of the batch were stopped."""
+        for waiting, completion, spans in zip(batch.requests, completions, batch.spans, strict=True):
+            if completion.finish_reason and not waiting.done.done():
+                waiting.done.set_result(self._generated(completion, spans))
+                self.agent.served += 1
+
+    def _generated(self, completion: Completion, spans: list[Span]) -> Generated:
+        """Named by the one version that generated all of it, or token by token."""
+        parts = tuple(span for span in spans if span.count) or tuple(spans[-1:])
+        return Generated(
+            engine=self.agent.me.id,
+            boot=self.agent.me.boot,
+            load_id=parts[0].load_id,
+            as_of=parts[0].as_of,
+            done_as_of=parts[-1].done_as_of,
+            completion=completion,
+            spans=parts if len(parts) > 1 else (),
+        )

@@ -8,22 +8,32 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from reef_bus.backends import Completion, InferenceBackend, Pieces, Prompt
+from reef_bus.backends import Completion, Generation, InferenceBackend, Pieces, Prompt, Stop, never
+from reef_bus.core.publication import PAUSES
 from reef_bus.errors import ContractError, Rejected, TransferError
-from reef_bus.policy import Policy, PolicyConfig, pieces, sample_with
+from reef_bus.policy import Policy, PolicyConfig, Sampling, pieces
+
+
+class Group(NamedTuple):
+    """Prompts of a batch that one forward pass can serve together: their places in it, and how far they have come."""
+
+    places: list[int]
+    sampling: Sampling
 
 
 class TorchEngine(InferenceBackend):
     """Answers have exactly `max_tokens` tokens: no id ends one, eos included, so finish_reason is always "length".
 
     The copies are two whole modules, and a batch's KV cache lives and dies with its batch: so a swap leaves nothing of
-    the old weights behind."""
+    the old weights behind, but in a batch that was stopped and is to go on."""
 
     stages = True
+    pauses = PAUSES
 
     def __init__(self, config: PolicyConfig | None = None, seed: int | None = None) -> None:
         """`seed` fixes the draws of prompts that bring none; without it they differ from run to run."""
@@ -46,15 +56,19 @@ class TorchEngine(InferenceBackend):
 
     def generate(self, prompts: Sequence[Prompt]) -> list[Completion]:
         """Raises Rejected for a prompt that cannot be answered, ContractError for weights that are not finite."""
+        return self.generate_until(prompts, never).completions
+
+    def generate_until(self, prompts: Sequence[Prompt], stop: Stop, kept: Any = None) -> Generation:
+        """Raises as `generate`. Group after group: at most one of those that are kept has a KV cache."""
         policy = self._started()
-        for prompt in prompts:
-            _check(prompt, self.config)
         torch.set_num_threads(1)  # the setting belongs to a thread, and the caller's may be a new one
+        groups: list[Group] = self._begin(prompts) if kept is None else kept
         answers: dict[int, Completion] = {}
-        for group in _groups(prompts):
-            found = self._answer(policy, [prompts[index] for index in group])
-            answers.update(zip(group, found, strict=True))
-        return [answers[index] for index in range(len(prompts))]
+        for group in groups:
+            group.sampling.go_on(policy, stop)
+            answers.update(zip(group.places, _completions(group.sampling), strict=True))
+        whole = all(group.sampling.done() for group in groups)
+        return Generation([answers[index] for index in range(len(prompts))], None if whole else groups)
 
     def stage(self) -> Pieces:
         self._started()
@@ -85,13 +99,14 @@ class TorchEngine(InferenceBackend):
             raise ContractError("the engine has no memory; call start() first")
         return self._policy
 
-    def _answer(self, policy: Policy, group: Sequence[Prompt]) -> list[Completion]:
+    def _begin(self, prompts: Sequence[Prompt]) -> list[Group]:
+        for prompt in prompts:
+            _check(prompt, self.config)
+        return [Group(places, self._sampling([prompts[index] for index in places])) for places in _groups(prompts)]
+
+    def _sampling(self, group: Sequence[Prompt]) -> Sampling:
         draws = torch.stack([self._draws(prompt) for prompt in group])
-        ids, logprobs = sample_with(policy, torch.tensor([p.ids for p in group]), draws, group[0].temperature)
-        if not bool(torch.isfinite(logprobs).all()):
-            raise ContractError("found logprobs that are not finite: the weights were never loaded whole")
-        rows = zip(ids.tolist(), logprobs.tolist(), strict=True)
-        return [Completion(ids=tuple(row), logprobs=tuple(each), finish_reason="length") for row, each in rows]
+        return Sampling(torch.tensor([prompt.ids for prompt in group]), draws, group[0].temperature)
 
     def _draws(self, prompt: Prompt) -> Tensor:
         """A seeded prompt draws from its own generator: whoever shares its batch does not shift its randomness."""
@@ -103,6 +118,15 @@ class TorchEngine(InferenceBackend):
 
 def _views(policy: Policy) -> Pieces:
     return pieces(dict(policy.named_parameters()), writable=True)
+
+
+def _completions(sampling: Sampling) -> list[Completion]:
+    ids, logprobs = sampling.sampled()
+    if not bool(torch.isfinite(logprobs).all()):
+        raise ContractError("found logprobs that are not finite: the weights were never loaded whole")
+    reason = "length" if sampling.done() else ""
+    rows = zip(ids.tolist(), logprobs.tolist(), strict=True)
+    return [Completion(ids=tuple(row), logprobs=tuple(each), finish_reason=reason) for row, each in rows]
 
 
 def _groups(prompts: Sequence[Prompt]) -> list[list[int]]:

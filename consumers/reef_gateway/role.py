@@ -33,7 +33,7 @@ from reef_bus.errors import ReefError, Rejected, Unavailable
 from reef_bus.events import Event, InferenceRecorded, Recorded
 from reef_bus.http import listen
 from reef_bus.journal import Journal
-from reef_bus.producer import ENGINE, LOAD_ID, RECEIPT, SCENARIO, TAG
+from reef_bus.producer import ENGINE, LOAD_ID, RECEIPT, SCENARIO, SPANS, TAG
 from reef_bus.runner import Role
 from reef_bus.samples import MAX_SCORE, TokenRow
 from reef_bus.tokens import decode
@@ -98,9 +98,10 @@ class Gateway(Role):
             record = await self._record(scenario, call, answer, tags)
         ids, logprobs = answer.completion.ids, answer.completion.logprobs
         body = response(call, record, int(time.time()), ids, logprobs)
-        return web.json_response(
-            body, headers={RECEIPT: record, SCENARIO: scenario, LOAD_ID: answer.load_id, ENGINE: answer.engine}
-        )
+        headers = {RECEIPT: record, SCENARIO: scenario, LOAD_ID: answer.load_id, ENGINE: answer.engine}
+        if answer.spans:
+            headers[SPANS] = ", ".join(f"{span.load_id}={span.count}" for span in answer.spans)
+        return web.json_response(body, headers=headers)
 
     async def _record(self, scenario: str, call: Call, answer: Generated, tags: dict[str, str]) -> str:
         done = answer.completion
@@ -109,7 +110,8 @@ class Gateway(Role):
                 prompt=call.prompt.ids,
                 answer=done.ids,
                 logprobs=done.logprobs,
-                load_ids=(answer.load_id,) * len(done.ids),
+                load_ids=tuple(span.load_id for span in answer.spans for _ in range(span.count))
+                or (answer.load_id,) * len(done.ids),
             )
         )
         event = InferenceRecorded(
@@ -128,6 +130,7 @@ class Gateway(Role):
             blob=blob,
             row=row,
             tags=tags,
+            spans=answer.spans,
         )
         await self.recorder.answer(event)
         return event.record

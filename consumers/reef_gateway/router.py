@@ -18,9 +18,11 @@ import msgspec
 
 from reef_bus.backends import BOOT_HEADER, Generated, Prompt
 from reef_bus.core.membership import Engine
+from reef_bus.core.records import make_up
 from reef_bus.core.serving import present, serving
 from reef_bus.core.world import World
 from reef_bus.errors import Rejected
+from reef_bus.events import Span
 
 log = logging.getLogger(__name__)
 
@@ -100,7 +102,16 @@ class Router:
             return msgspec.json.decode(body, type=Generated) if reply.status == 200 else None
 
     async def _holds(self, answer: Generated) -> bool:
-        """The load id that the answer names is a committed release: checked again, on a fold as far as the engine's."""
-        while self.world.seq < answer.as_of:
+        """Every load id that the answer names is a committed release: checked again, on a fold as far as the engine's;
+        and if it names several, each of its tokens has one."""
+        if answer.spans and not make_up(answer.spans, _whole(answer)):
+            log.warning("%s boot %s: its spans are not its answer: %s", answer.engine, answer.boot, answer.spans)
+            return False
+        while self.world.seq < max([answer.as_of, *(span.as_of for span in answer.spans)]):
             await self._moved.wait()
-        return answer.load_id in self.world.publications.releases
+        load_ids = {answer.load_id, *(span.load_id for span in answer.spans)}
+        return load_ids <= self.world.publications.releases.keys()
+
+
+def _whole(answer: Generated) -> Span:
+    return Span(answer.load_id, 0, len(answer.completion.ids), answer.as_of, answer.done_as_of)

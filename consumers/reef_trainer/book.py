@@ -100,6 +100,7 @@ class RecordBook:
                     logprobs=row.logprobs,
                     load_id=unit.load_id,
                     reward=unit.reward,
+                    spans=unit.spans,
                 )
             )
         return samples

@@ -100,10 +100,11 @@ class OfferWeights(Effect, frozen=True):
 
 
 class Fence(Effect, frozen=True):
-    """Stop generation, destroy every older ingress; ends in `EngineFenced`."""
+    """Stop generation as `pause` says, destroy every older ingress; ends in `EngineFenced`."""
 
     publication: str
     attempt: int
+    pause: str = "drain"
 
 
 class Ingress(Effect, frozen=True):
@@ -129,11 +130,12 @@ class Stage(Ingress, frozen=True):
 
 class VerifyHead(Effect, frozen=True):
     """Prove the head in memory, by swapping in what was staged or loading its artifact if need be; ends in
-    `ReceiverVerified`, or ends the boot."""
+    `ReceiverVerified`, or ends the boot. Whoever still generates stops for it as `pause` says."""
 
     load_id: str
     manifest: str
     weights: Blob
+    pause: str = "drain"
 
 
 class StartComponent(Effect, frozen=True):

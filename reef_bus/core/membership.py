@@ -46,6 +46,7 @@ class Engine(msgspec.Struct, kw_only=True):
     backend: str
     accepts: tuple[str, ...]
     modes: tuple[str, ...] = ("fenced",)
+    pauses: tuple[str, ...] = ("drain",)
     left: bool = False
     out: int = 0
     fenced: int = 0
@@ -90,6 +91,7 @@ def _join(membership: Membership, recorded: Recorded, event: EngineJoined) -> No
         backend=event.backend,
         accepts=event.accepts,
         modes=event.modes,
+        pauses=event.pauses,
     )
 
 

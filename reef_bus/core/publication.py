@@ -27,11 +27,16 @@ from reef_bus.events import (
 
 MAX_ATTEMPTS = 3
 FENCED, STAGED = "fenced", "staged"  # how a release is received: into stopped memory, or beside what is served
+DRAIN, RETRACT, IN_PLACE = "drain", "retract", "in_place"
+"""What becomes of the requests in hand when generation stops for a release: they are answered first; they start over
+afterwards; or they stop between two tokens, keep their KV cache, and go on afterwards."""
+PAUSES = (DRAIN, RETRACT, IN_PLACE)
 SUPERSEDED = "superseded"  # the one refusal through which a base chain may still reach the head
 
 
 class Release(msgspec.Struct, kw_only=True):
-    """One committed release. `seq` and `time` are those of its commit (release 0: of its registration)."""
+    """One committed release. `seq` and `time` are those of its commit (release 0: of its registration); `pause` is how
+    whoever generates with an older one stops for it."""
 
     load_id: str
     candidate: str
@@ -40,6 +45,7 @@ class Release(msgspec.Struct, kw_only=True):
     weights: Blob
     seq: int
     time: int
+    pause: str = DRAIN
 
 
 class Publication(msgspec.Struct, kw_only=True):
@@ -142,6 +148,7 @@ def _commit(publications: Publications, recorded: Recorded, event: ReleaseCommit
         weights=open_.weights,
         seq=recorded.seq,
         time=recorded.time,
+        pause=open_.pause,
     )
     publications.releases[open_.load_id] = publications.head
     _end(publications, recorded.seq, open_, "committed")

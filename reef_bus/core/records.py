@@ -5,13 +5,28 @@ Knows: the `record` family. Must not know: tokens, blobs' contents, or the LOG; 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 
-from reef_bus.events import Blob, InferenceRecorded, Recorded, ReportReceived
+from reef_bus.events import Blob, InferenceRecorded, Recorded, ReportReceived, Span
 
 TRAINED_TEMPERATURE = 1.0  # the update compares logprobs at this temperature only
+
+
+def whole(answer: InferenceRecorded) -> Span:
+    """An answer as if it had been generated in one go."""
+    return Span(answer.load_id, 0, answer.answer_tokens, answer.as_of, answer.done_as_of)
+
+
+def make_up(spans: Sequence[Span], answer: Span) -> bool:
+    """They are that answer, part by part: every token in its order, none twice, each part begun when the one before had
+    ended; and it is named after the first."""
+    ends = [0, *(span.first + span.count for span in spans)]
+    times = [time for span in spans for time in (span.as_of, span.done_as_of)]
+    in_order = [span.first for span in spans] == ends[:-1] and ends[-1] == answer.count and times == sorted(times)
+    named = (spans[0].load_id, times[0], times[-1]) == (answer.load_id, answer.as_of, answer.done_as_of)
+    return in_order and named and all(span.count > 0 for span in spans)
 
 
 class Unit(msgspec.Struct, kw_only=True):
@@ -23,7 +38,11 @@ class Unit(msgspec.Struct, kw_only=True):
     group: str
     blob: Blob
     row: int
+    spans: tuple[Span, ...] = ()
     reward: float | None = None
+
+    def load_ids(self) -> set[str]:
+        return {span.load_id for span in self.spans} or {self.load_id}
 
 
 class Book(msgspec.Struct):
@@ -50,6 +69,7 @@ def evolve(book: Book, recorded: Recorded) -> None:
                 group=group,
                 blob=answer.blob,
                 row=answer.row,
+                spans=answer.spans,
             )
             book.groups.setdefault(group, []).append(answer.record)
         case ReportReceived() as report:
@@ -78,14 +98,15 @@ def remove(book: Book, units: Iterable[Unit]) -> None:
 def choose(book: Book, lag: Callable[[str], int | None], groups: int, size: int) -> list[Unit] | None:
     """The oldest `groups` groups with at least `size` rewarded, fresh answers each, `size` of each; None if too few.
 
-    `lag` gives an answer's staleness by its load id, None when it may not be used for the next job.
+    `lag` gives an answer's staleness by its load id, None when it may not be used for the next job. An answer of
+    several versions is as stale as its oldest tokens: it is fresh if all of them are.
     """
     chosen: list[list[Unit]] = []
     for records in list(book.groups.values()):
         if len(records) < size:
             continue
         units = [book.units[record] for record in records]
-        fresh = [u for u in units if u.reward is not None and lag(u.load_id) is not None]
+        fresh = [u for u in units if u.reward is not None and all(lag(id_) is not None for id_ in u.load_ids())]
         if len(fresh) >= size:
             chosen.append(fresh[:size])
         if len(chosen) == groups:
@@ -94,8 +115,8 @@ def choose(book: Book, lag: Callable[[str], int | None], groups: int, size: int)
 
 
 def retire(book: Book, hopeless: Callable[[str], bool]) -> int:
-    """Forget answers of load ids that no future base may use. Returns how many."""
-    gone = [unit for unit in book.units.values() if hopeless(unit.load_id)]
+    """Forget answers with tokens of load ids that no future base may use. Returns how many."""
+    gone = [unit for unit in book.units.values() if any(hopeless(id_) for id_ in unit.load_ids())]
     remove(book, gone)
     return len(gone)
 

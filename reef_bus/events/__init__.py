@@ -50,7 +50,7 @@ from reef_bus.events.release import (
     TargetPersisted,
     TransferAborted,
 )
-from reef_bus.events.shapes import WHOLE, Blob, Draft, Event, Evidence, Member, Recorded
+from reef_bus.events.shapes import WHOLE, Blob, Draft, Event, Evidence, Member, Recorded, Span
 from reef_bus.events.train import (
     CandidateEvaluated,
     CandidateReady,

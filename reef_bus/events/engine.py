@@ -20,13 +20,15 @@ class EngineEvent(Event, frozen=True, kw_only=True):
 class EngineJoined(EngineEvent, frozen=True, kw_only=True):
     """A boot of the engine is up, holds nothing that may serve yet, and replaces every older boot of it.
 
-    It can `accept` these transports, and take releases in these `modes`: `staged` needs room for a second copy.
+    It can `accept` these transports, and take releases in these `modes`: `staged` needs room for a second copy. When it
+    is to stop, it can do with the requests in hand what these `pauses` say.
     """
 
     url: str
     backend: str
     accepts: tuple[str, ...]
     modes: tuple[str, ...] = ("fenced",)
+    pauses: tuple[str, ...] = ("drain",)
 
 
 class EngineFenced(EngineEvent, frozen=True, kw_only=True):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from reef_bus.events.shapes import Blob, Event
+from reef_bus.events.shapes import Blob, Event, Span
 
 
 class RecordEvent(Event, frozen=True, kw_only=True):
@@ -23,7 +23,8 @@ class InferenceRecorded(RecordEvent, frozen=True, kw_only=True):
     """One served answer. Token ids and logprobs are row `row` of `blob`.
 
     `load_id` produced every token. `as_of` and `done_as_of` are the LOG sequences that the engine had folded when it
-    began and ended the generation, so that anyone can evaluate the serving rule again at that very point.
+    began and ended the generation, so that anyone can evaluate the serving rule again at that very point. Where pauses
+    in place interrupted it, `spans` say the same of each part, all tokens in order, and `load_id` is the first one's.
     """
 
     record: str
@@ -40,6 +41,7 @@ class InferenceRecorded(RecordEvent, frozen=True, kw_only=True):
     blob: Blob
     row: int
     tags: dict[str, str]
+    spans: tuple[Span, ...] = ()
 
 
 class ReportReceived(RecordEvent, frozen=True, kw_only=True):

@@ -37,6 +37,17 @@ class Evidence(msgspec.Struct, frozen=True, gc=False):
     manifest: str
 
 
+class Span(msgspec.Struct, frozen=True, gc=False):
+    """The `count` tokens of an answer from token `first` on, generated in one go by `load_id`: from when the engine had
+    folded LOG up to `as_of` until it had folded up to `done_as_of`."""
+
+    load_id: str
+    first: int
+    count: int
+    as_of: int
+    done_as_of: int
+
+
 class Event(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """A fact. `family` is the subject family that holds it, `id_field` the field that is the subject's id, and
     `own_chain` says whether each id is chained by itself."""

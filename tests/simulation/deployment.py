@@ -76,6 +76,7 @@ class Deployment(Machines):
             asked += (("crash", "JobStarted"), aim(chance, ("JobAmbiguous",))) if self.shape.in_place else ()
             self.faults = replace(self.faults, aims=(*self.faults.aims, *asked))
         self.loop = Loop(chance, shuffle=self.shape.shuffle, thread_s=self.shape.thread_s)
+        self.loop.longer["generate_until"] = self.shape.generate_s
         self.nemesis = Nemesis(self.faults, chance, self.tell)
         self.nemesis.strike = self._strike
         self.registry = Registry()
@@ -136,9 +137,7 @@ class Deployment(Machines):
         """From an empty log to an audited one."""
         self.loop.after_step = self._after_step
         self.start("supervisor")
-        self.clients = [
-            asyncio.create_task(Harness(self, self.truth, name, eager=self.shape.eager).run()) for name in ("x", "y")
-        ]
+        self.clients = [asyncio.create_task(Harness(self, self.truth, name).run()) for name in ("x", "y")]
         self.clients.append(self.person.spawn(self.person.live()))
         await self._until(self._over, FAULTS_S)
         self._heal()

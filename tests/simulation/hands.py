@@ -14,7 +14,19 @@ from pathlib import Path
 from typing import Any
 
 from reef_bus.artifacts import ArtifactStore
-from reef_bus.backends import Completion, InferenceBackend, Piece, Pieces, Prompt, Sample, TrainingBackend
+from reef_bus.backends import (
+    Completion,
+    Generation,
+    InferenceBackend,
+    Piece,
+    Pieces,
+    Prompt,
+    Sample,
+    Stop,
+    TrainingBackend,
+    never,
+)
+from reef_bus.core.publication import PAUSES
 from reef_bus.core.training import Candidate
 from reef_bus.errors import ContractError, TransferError
 from reef_bus.manifest import Manifest, describe, require_fit
@@ -37,7 +49,9 @@ def pieces(content: bytearray | bytes) -> dict[str, Piece]:
 
 
 class Memory(InferenceBackend):
-    """An engine that answers with what it holds; `stages`: it has room for a second copy."""
+    """An engine that answers with what it holds, byte by byte; `stages`: it has room for a second copy."""
+
+    pauses = PAUSES
 
     def __init__(self, chance: random.Random, nemesis: Nemesis, *, stages: bool) -> None:
         self.chance, self.nemesis, self.stages = chance, nemesis, stages
@@ -71,10 +85,22 @@ class Memory(InferenceBackend):
         self._beside = None
 
     def generate(self, prompts: Sequence[Prompt]) -> list[Completion]:
-        answer = Completion(ids=tuple(self.content), logprobs=(0.0,) * len(self.content), finish_reason="length")
-        return [answer] * len(prompts)
+        return self.generate_until(prompts, never).completions
+
+    def generate_until(self, prompts: Sequence[Prompt], stop: Stop, kept: Any = None) -> Generation:
+        """Told to stop, it has come some way with each: to its end, or not even to its first byte."""
+        begun: list[bytes] = kept or [b""] * len(prompts)
+        ends = [self.chance.randint(len(each), 2 * SIZE) if stop() else 2 * SIZE for each in begun]
+        made = [each + self.content[len(each) : end] for each, end in zip(begun, ends, strict=True)]
+        whole = all(len(each) == 2 * SIZE for each in made)
+        return Generation([_completion(each) for each in made], None if whole else made)
 
     def close(self) -> None: ...
+
+
+def _completion(made: bytes) -> Completion:
+    reason = "length" if len(made) == 2 * SIZE else ""
+    return Completion(ids=tuple(made), logprobs=(0.0,) * len(made), finish_reason=reason)
 
 
 class Shelf(ArtifactStore):

@@ -31,15 +31,17 @@ class Gone(Exception):
 class Harness:
     """One client. It asks whichever gateway runs."""
 
-    def __init__(self, machines: Machines, truth: Truth, name: str, *, eager: bool) -> None:
+    def __init__(self, machines: Machines, truth: Truth, name: str) -> None:
         """It makes `enough` groups for the next job from the present head, and after a while again: a commit between
-        two answers of a group may have made it too old. More would only make the run slow.
+        two answers of a group may have made it too old. More would only make the run slow; where an answer takes its
+        time, there are some in hand whenever engines pause.
 
         `idle_s`: how long it then waits before it looks again.
         """
         self.machines, self.truth, self.name = machines, truth, name
-        self.groups, self.enough = 0, 5 if eager else 1
-        self.pace_s, self.idle_s = (0.03, 0.05) if eager else (0.2, 0.3)
+        eager, slow = machines.shape.eager, machines.shape.generate_s > 0
+        self.groups, self.enough = 0, 5 if eager or slow else 1
+        self.pace_s, self.idle_s = (0.03, 0.05) if eager or slow else (0.2, 0.3)
 
     async def run(self) -> None:
         last, since, loop = ("", 0), 0, self.machines.loop
@@ -90,9 +92,11 @@ class Harness:
         prompt = Prompt(ids=(1, 2, 3), max_tokens=4)
         async with asyncio.timeout(PATIENCE_S):
             answer = await boot.role.router.generate(prompt)  # type: ignore[union-attr]
-            self.truth.check_answer(answer)
+            self.truth.check_answer(answer, self.machines.shape.pause)
             done = answer.completion
-            row = TokenRow(prompt=prompt.ids, answer=done.ids, logprobs=done.logprobs, load_ids=(answer.load_id,))
+            named = [span.load_id for span in answer.spans for _ in range(span.count)]
+            load_ids = tuple(named or [answer.load_id] * len(done.ids))
+            row = TokenRow(prompt=prompt.ids, answer=done.ids, logprobs=done.logprobs, load_ids=load_ids)
             blob, place = await boot.recorder.row(row)  # type: ignore[union-attr]
             event = InferenceRecorded(
                 scenario=self.machines.config.scenario,
@@ -110,6 +114,7 @@ class Harness:
                 blob=blob,
                 row=place,
                 tags={"group": group},
+                spans=answer.spans,
             )
             await boot.recorder.answer(event)  # type: ignore[union-attr]
         self.truth.receipts[event.record] = event

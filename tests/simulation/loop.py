@@ -107,6 +107,7 @@ class Loop(asyncio.BaseEventLoop):
         """`thread_s`: how long a blocking call takes, and how long its result needs back to the loop; on average."""
         super().__init__()
         self.chance, self.shuffle, self.thread_s = chance, shuffle, thread_s
+        self.longer: dict[str, float] = {}  # by a blocking function's name: what it takes beside that, on average
         self.now, self.steps, self._steps_until = 0.0, 0, MOST_STEPS
         self.ready: deque[Handle] = deque()
         self.timers: list[tuple[float, int, Handle]] = []
@@ -188,8 +189,12 @@ class Loop(asyncio.BaseEventLoop):
     def run_in_executor(self, executor: Any, func: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:
         """The function runs whole, some time from now, and its caller hears of it some time later."""
         done = self.create_future()
-        self.call_later(self._a_while(), self._work, done, func, args)
+        self.call_later(self._a_while() + self._longer(func), self._work, done, func, args)
         return done
+
+    def _longer(self, func: Callable[..., Any]) -> float:
+        seconds = self.longer.get(getattr(getattr(func, "func", func), "__name__", ""), 0.0)
+        return min(self.chance.expovariate(1), 3) * seconds if seconds else 0.0
 
     def _work(self, done: asyncio.Future[Any], func: Callable[..., Any], args: tuple[Any, ...]) -> None:
         try:

@@ -11,6 +11,7 @@ from typing import Literal
 
 from reef_bus.config import Config, Inference, Publication, Training
 from reef_bus.core.effects import Deadlines, Restarts
+from reef_bus.core.publication import PAUSES
 from tests.simulation.faults import EVENTS, RARE, REQUESTS
 
 DEADLINES = Deadlines(fence_s=2.0, sender_s=2.0, stall_s=1.0, verify_s=2.0, heartbeat_s=2.5)
@@ -20,13 +21,15 @@ DEADLINES = Deadlines(fence_s=2.0, sender_s=2.0, stall_s=1.0, verify_s=2.0, hear
 class Shape:
     """`noisy`: no two trainings of a batch give the same weights; `eager`: there are records for more than one job, so
     that training overlaps publication; `single_copy`: so many engines have no room for a second copy; `asks`: requests
-    (kind, event) that somebody makes as soon as such an event is stored; `shuffle` and `thread_s` are the loop's."""
+    (kind, event) that somebody makes as soon as such an event is stored; `shuffle` and `thread_s` are the loop's;
+    `generate_s`: how much longer than other blocking calls an answer takes."""
 
     engines: int = 2
     jobs: int = 3
     publishers: int = 2
     transport: str = "tcp"
     mode: str = "fenced"
+    pause: str = "drain"
     single_copy: int = 0
     publish: str = "every"
     hold: bool = False
@@ -38,6 +41,7 @@ class Shape:
     eager: bool = False
     shuffle: bool = False
     thread_s: float = 0.01
+    generate_s: float = 0.0
 
     @classmethod
     def drawn(cls, chance: random.Random) -> Shape:
@@ -48,6 +52,7 @@ class Shape:
             publishers=chance.choice((1, 1, 2, 2, 3)),
             transport="files" if chance.random() < 0.15 else "tcp",
             mode="staged" if staged else "fenced",
+            pause=chance.choice(PAUSES),
             single_copy=int(staged and chance.random() < 0.1),
             publish=chance.choice(("every", "latest")),
             hold=chance.random() < 0.15,
@@ -59,6 +64,7 @@ class Shape:
             eager=chance.random() < 0.25,
             shuffle=chance.random() < 0.3,
             thread_s=chance.choice((0.001, 0.01, 0.1)),
+            generate_s=chance.choice((0.0, 0.2)),
         )
 
     def config(self) -> Config:
@@ -73,6 +79,7 @@ class Shape:
             publication=Publication(
                 transport=self.transport,
                 mode=self.mode,
+                pause=self.pause,
                 publish=self.publish,
                 publishers=self.publishers,
                 deadlines=DEADLINES,

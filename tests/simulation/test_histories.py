@@ -396,3 +396,48 @@ def test_an_engine_that_is_cut_off_stops_when_its_lease_is_over_and_without_a_le
 
         run = Run(seed, script, Shape(lease_s=lease_s, jobs=2))
         assert seen == [serves] and ended(run.outcome) == {"committed": 2}
+
+
+# -- pauses
+
+
+def parts(run: Run) -> list[list[str]]:
+    """Of every recorded answer that was interrupted: the release of each of its parts."""
+    answers = [r.event for r in run.deployment.truth.records if isinstance(r.event, InferenceRecorded)]
+    return [[span.load_id for span in answer.spans] for answer in answers if answer.spans]
+
+
+@pytest.mark.parametrize("mode", ["fenced", "staged"])
+def test_answers_in_hand_go_on_in_place_over_a_release_and_name_it_from_there_on(seed: int, mode: str) -> None:
+    run = Run(seed, lambda d: None, Shape(mode=mode, pause="in_place", generate_s=0.2, eager=True))
+    assert any(len(set(load_ids)) > 1 for load_ids in parts(run)), parts(run)
+    assert all(load_ids == sorted(load_ids) for load_ids in parts(run)) and ended(run.outcome) == {"committed": 3}
+
+
+@pytest.mark.parametrize("pause", ["drain", "retract"])
+def test_an_answer_that_is_drained_or_retracted_is_of_one_release(seed: int, pause: str) -> None:
+    run = Run(seed, lambda d: None, Shape(pause=pause, generate_s=0.2, eager=True))
+    assert parts(run) == [] and ended(run.outcome) == {"committed": 3}
+
+
+@pytest.mark.parametrize("pause", ["retract", "in_place"])
+def test_what_waits_through_a_fence_that_ends_in_a_halt_goes_on_with_the_incumbent(seed: int, pause: str) -> None:
+    """Three attempts hang. In place, both parts name the same release; in one go it would contradict the fence."""
+
+    def script(d: Deployment) -> None:
+        d.nemesis.orders += [("receive", "stuck")] * 3
+
+    run = Run(seed, script, Shape(engines=1, jobs=2, pause=pause, generate_s=0.2, eager=True))
+    assert ended(run.outcome) == {"halted": 1, "committed": 1}
+    base = run.all(TargetPersisted)[0].event.parent  # type: ignore[attr-defined]
+    assert ([base, base] in parts(run)) == (pause == "in_place")
+
+
+@pytest.mark.parametrize("pause", ["retract", "in_place"])
+def test_an_engine_that_dies_with_requests_in_hand_in_a_pause_costs_none_of_them(seed: int, pause: str) -> None:
+    run = Run(
+        seed,
+        lambda d: d.when("EngineFenced", lambda: d.current("engine-0").kill(), boot="engine-0.1"),
+        Shape(pause=pause, generate_s=0.2, eager=True),
+    )
+    assert run.all(EngineJoined, boot="engine-0.2") and ended(run.outcome) == {"committed": 3}

@@ -11,6 +11,7 @@ from reef_bus.artifacts import ArtifactStore
 from reef_bus.audit import _batches
 from reef_bus.backends import Generated
 from reef_bus.core.invariants import check
+from reef_bus.core.publication import IN_PLACE
 from reef_bus.core.serving import may_generate
 from reef_bus.core.world import World, fold
 from reef_bus.errors import ContractError
@@ -104,9 +105,16 @@ class Truth:
         if lease_s and not link.up.is_set() and boot.loop.now > link.cut_at + lease_s and agent.may_generate():
             raise Violation(f"{boot.name} may generate at {boot.loop.now:.3f} s, cut off since {link.cut_at:.3f} s")
 
-    def check_answer(self, answer: Generated) -> None:
-        if bytes(answer.completion.ids) != self.content.get(answer.load_id):
-            raise Violation(f"an answer of {answer.boot} names {answer.load_id}; it was not generated with that")
+    def check_answer(self, answer: Generated, pause: str) -> None:
+        """Each token was generated with what it is said to be from, and only pauses in place leave several parts."""
+        made, said = bytes(answer.completion.ids), b""
+        for span in answer.spans:
+            said += self.content.get(span.load_id, b"")[span.first : span.first + span.count]
+        if made != (said if answer.spans else self.content.get(answer.load_id)):
+            named = [(span.load_id, span.count) for span in answer.spans] or answer.load_id
+            raise Violation(f"an answer of {answer.boot} names {named}; it was not generated with that")
+        if answer.spans and pause != IN_PLACE:
+            raise Violation(f"an answer of {answer.boot} goes on after a pause, and pauses are {pause}")
 
     # -- in the end
 

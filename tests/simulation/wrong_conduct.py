@@ -18,6 +18,7 @@ VOID = "reef_bus.core.void:"
 SERVING = "reef_bus.core.serving:"
 RUNNER = "reef_bus.runner:Runner."
 AGENT = "consumers.reef_engine.agent:Agent."
+SERVER = "consumers.reef_engine.server:Server."
 BOOK = "consumers.reef_trainer.book:RecordBook."
 HEARTBEATS = "consumers.reef_publisher.role:Heartbeats."
 RECORDER = "consumers.reef_gateway.recorder:Recorder."
@@ -174,7 +175,7 @@ CONDUCT = (
     Breakage(
         "fence-without-the-memory",
         "an engine says that it has stopped while a batch is being generated",
-        (Edit(AGENT + "_fence", "async with self.ingress, self.memory:", "async with self.ingress:"),),
+        (Edit(AGENT + "_fence", "async with self.ingress, self._stopped(effect.pause):", "async with self.ingress:"),),
         under(Shape(eager=True, thread_s=0.1)),
     ),
     Breakage(
@@ -199,6 +200,7 @@ CONDUCT = (
                 "self.kept if self.proven else await self._hash(), 'memory'",
             ),
         ),
+        under(Shape(jobs=2, asks=(("PublicationHaltRequested", "SenderReady"),)), slow=0.9),
     ),
     Breakage(
         "receiver-and-readers-compare-nothing",
@@ -255,12 +257,53 @@ CONDUCT = (
         "an answer names the head as it is when it is done, and not what it was generated with",
         (
             Edit(
-                "consumers.reef_engine.server:Server._generate",
-                "load_id=load_id,",
-                "load_id=world.publications.head.load_id,",
+                SERVER + "_generate",
+                "batch.add(found, load_id, as_of,",
+                "batch.add(found, world.publications.head.load_id, as_of,",
             ),
         ),
         under(Shape(eager=True, thread_s=0.1), pause=1.0, lag=1.0),
+    ),
+    Breakage(
+        "spans-forgotten",
+        "an answer that went on in place names only the version that ended it",
+        (Edit(SERVER + "_generated", "tuple(span for span in spans if span.count) or ", ""),),
+        under(Shape(eager=True, pause="in_place", generate_s=0.2)),
+    ),
+    Breakage(
+        "named-by-its-beginning",
+        "an answer that went on in place is said to be whole of the version that began it, and only the log is asked",
+        (
+            Edit(SERVER + "_generated", "spans=parts if len(parts) > 1 else (),", "spans=(),"),
+            Edit("tests.simulation.truth:Truth.check_answer", "if made !=", "if False and made !="),
+        ),
+        under(Shape(eager=True, mode="staged", pause="in_place", generate_s=0.2)),
+    ),
+    Breakage(
+        "one-part-across-a-fence",
+        "an answer that was stopped by a fence, and went on with the incumbent, says that it was generated in one go",
+        (
+            Edit(
+                SERVER + "_generated",
+                "spans=parts if len(parts) > 1 else (),",
+                "spans=parts if len({span.load_id for span in parts}) > 1 else (),",
+            ),
+        ),
+        under(
+            Shape(pause="in_place", generate_s=0.2, eager=True, asks=(("PublicationHaltRequested", "SenderReady"),)),
+        ),
+    ),
+    Breakage(
+        "kv-kept-over-retract",
+        "a request that is to start over goes on with the tokens and the KV cache that it had",
+        (Edit(SERVER + "_generate", "batch.start_over()", "batch.spans = []"),),
+        under(Shape(eager=True, pause="retract", generate_s=0.2)),
+    ),
+    Breakage(
+        "batch-forgets-spans",
+        "samples are trained on as if the version that began them had made them whole",
+        (Edit(BOOK + "_samples", "spans=unit.spans,", ""),),
+        under(Shape(eager=True, pause="in_place", generate_s=0.2)),
     ),
     Breakage(
         "receipt-before-the-record",

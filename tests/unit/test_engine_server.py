@@ -31,8 +31,10 @@ PROMPT = Prompt(ids=(1, 2), max_tokens=4)
 class Running:
     """A server that generates, and a client of it."""
 
-    def __init__(self, server: Server, url: str, session: aiohttp.ClientSession) -> None:
-        self.server, self.url, self.session = server, url, session
+    def __init__(
+        self, server: Server, url: str, session: aiohttp.ClientSession, worker: asyncio.Task[None] | None = None
+    ) -> None:
+        self.server, self.url, self.session, self.worker = server, url, session, worker
         self.backend = server.agent.backend
         assert isinstance(self.backend, Floats)
 
@@ -55,7 +57,7 @@ async def running(tmp_path: Path) -> AsyncIterator[Running]:
         url = await listen(app, "127.0.0.1", 0, stack)
         session = await stack.enter_async_context(aiohttp.ClientSession())
         worker = asyncio.create_task(server.work())
-        yield Running(server, url, session)
+        yield Running(server, url, session, worker)
         worker.cancel()
         await asyncio.gather(worker, return_exceptions=True)
 
@@ -159,3 +161,16 @@ async def test_health_names_the_boot_and_what_it_serves(running: Running) -> Non
     see(running.server.agent, *SERVING)
     async with running.session.get(f"{running.url}/healthz") as reply:
         assert await reply.json() == {"boot": "e0.1", "serving": "inc:0"}
+
+
+async def test_whoever_waits_when_the_engine_ends_is_told_at_once(running: Running) -> None:
+    """Those in hand and those in the queue: else their connections would hold the process up, for no answer at all."""
+    found, backend = running.server.agent, running.backend
+    see(found, *SERVING)
+    backend.may_end.clear()
+    asked = [asyncio.create_task(running.ask()) for _ in range(3)]
+    await until(lambda: found.memory.locked() and len(running.server._asked) == 3)
+    assert running.worker
+    running.worker.cancel()
+    backend.may_end.set()
+    assert [(await each)[0] for each in asked] == [503] * 3

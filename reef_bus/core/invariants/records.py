@@ -12,7 +12,8 @@ from typing import NamedTuple
 import msgspec
 
 from reef_bus.core.invariants.findings import MAX_SEQUENCES, Findings
-from reef_bus.events import InferenceRecorded, JobDispatched, Recorded, ReportReceived
+from reef_bus.core.records import make_up, whole
+from reef_bus.events import InferenceRecorded, JobDispatched, Recorded, ReportReceived, Span
 
 
 class Trained(msgspec.Struct, frozen=True, array_like=True):
@@ -23,14 +24,16 @@ class Trained(msgspec.Struct, frozen=True, array_like=True):
     reward: float
 
 
-class Consumption(msgspec.Struct, frozen=True, kw_only=True):
-    """What a job's batch says: its commit context, the records (id, RECORDS sequence), the samples made of them."""
+class Consumption(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What a job's batch says: its commit context, the records (id, RECORDS sequence), the samples made of them; and,
+    by record, the spans of those that several versions made."""
 
     job: str
     step: int
     base: str
     records: tuple[tuple[str, int], ...]
     samples: tuple[Trained, ...]
+    spans: dict[str, tuple[Span, ...]] = {}
 
 
 class Unread(msgspec.Struct, frozen=True):
@@ -48,6 +51,14 @@ class Answer(NamedTuple):
 
     seq: int
     event: InferenceRecorded
+
+
+class Part(NamedTuple):
+    """What one version generated of an answer in one go, and where the answer is in RECORDS."""
+
+    seq: int
+    event: InferenceRecorded
+    span: Span
 
 
 class Feedback(NamedTuple):
@@ -71,6 +82,12 @@ class Answers(msgspec.Struct):
     taken: frozenset[int] = frozenset()
 
 
+def every_part(answers: Answers) -> list[Part]:
+    """Of all answers, by where they say that they were generated."""
+    found = [Part(seq, event, span) for seq, event in answers.by_id.values() for span in event.spans or (whole(event),)]
+    return sorted(found, key=lambda part: part.span.as_of)
+
+
 def index(records: Sequence[Recorded], findings: Findings) -> Answers:
     """Read RECORDS once, from its beginning."""
     answers, last = Answers(), 0
@@ -91,6 +108,9 @@ def _answer(answers: Answers, answer: Answer, findings: Findings) -> None:
     if before is not answer:
         text = f"record {answer.event.record} is stored at {before.seq} and again at {answer.seq}; expected once"
         findings.add(6, text, records=[before.seq, answer.seq])
+    if answer.event.spans and not make_up(answer.event.spans, whole(answer.event)):
+        text = f"record {answer.event.record} does not name each of its {answer.event.answer_tokens} tokens' versions"
+        findings.add(1, f"{text}, one after the other: {answer.event.spans}", records=[answer.seq])
 
 
 def _report(answers: Answers, feedback: Feedback, findings: Findings) -> None:
@@ -162,3 +182,6 @@ def _check_samples(answers: Answers, seq: int, batch: Consumption, findings: Fin
         if said != found:
             text = f"job {batch.job} trains on {sample.record} as (load id, reward) {said}, recorded as {found}"
             findings.add("reward", text, [seq], [answer.seq, feedback.seq])
+        if (spans := batch.spans.get(sample.record, ())) != answer.event.spans:
+            text = f"job {batch.job} trains on {sample.record} with spans {spans}, recorded as {answer.event.spans}"
+            findings.add(6, text, [seq], [answer.seq])

@@ -16,7 +16,7 @@ import msgspec
 from reef_bus.core.ids import BASE
 from reef_bus.core.invariants.findings import Audit, Final, Findings, Rewards
 from reef_bus.core.invariants.ledger import Ledger, note, seed
-from reef_bus.core.invariants.records import Answer, Answers, Batches, index
+from reef_bus.core.invariants.records import Batches, Part, every_part, index
 from reef_bus.core.serving import fenced, holds_head, live, may_generate
 from reef_bus.core.start import Start
 from reef_bus.core.void import Tail
@@ -56,9 +56,10 @@ def check(
     ledger = Ledger(findings=findings, answers=index(records, findings), batches=batches)
     if start is not None:
         seed(ledger, start)
-    judged = _judgement(events, ledger.answers, start, findings)
+    parts = every_part(ledger.answers)
+    judged = _judgement(events, parts, start, findings)
     told = _account(events, ledger, start, judged.folded // 2)
-    _check_drains(ledger)
+    _check_drains(ledger, parts)
     _compare(judged, told, events, start, findings)
     if batches is None and ledger.jobs:
         findings.unchecked.append(f"what {ledger.jobs} jobs consumed (invariant 6): their batches are not at hand")
@@ -68,13 +69,13 @@ def check(
 # -- the first reading: fold what counts, and judge the answers
 
 
-def _judgement(log: Sequence[Recorded], answers: Answers, start: Start | None, findings: Findings) -> Judgement:
+def _judgement(log: Sequence[Recorded], parts: list[Part], start: Start | None, findings: Findings) -> Judgement:
     """Fold what is not void, as if nothing else had ever been stored. Answers come in where they say that they were
     given."""
     world, voids = World(start=start), list[int]()
-    waiting, judged = _waiting(answers, start, findings), 0
+    waiting, judged = _waiting(parts, start, findings), 0
     for count, recorded in enumerate(log):
-        while judged < len(waiting) and waiting[judged].event.as_of < recorded.seq:
+        while judged < len(waiting) and waiting[judged].span.as_of < recorded.seq:
             _judge(world, waiting[judged], findings)
             judged += 1
         expected = (world.seq or (start.seq if start else 0)) + 1
@@ -92,8 +93,8 @@ def _judgement(log: Sequence[Recorded], answers: Answers, start: Start | None, f
                 rest = f"{len(log) - count - 1} events and {len(waiting) - judged} answers from LOG {recorded.seq} on"
                 findings.unchecked.append(f"{rest}: every consumer halts at the contradiction there")
             return Judgement(count, world, voids, stopped=True)
-    for answer in waiting[judged:]:
-        _judge(world, answer, findings)
+    for part in waiting[judged:]:
+        _judge(world, part, findings)
     return Judgement(len(log), world, voids, stopped=False)
 
 
@@ -103,37 +104,36 @@ def _pass_over(world: World, recorded: Recorded) -> None:
     world.last_id, world.time, world.void = recorded.id, recorded.time, world.void + 1
 
 
-def _waiting(given: Answers, start: Start | None, findings: Findings) -> list[Answer]:
-    """The answers to judge, by where they say that they were given. Of what was given before this log began, only the
-    release is known."""
-    answers = sorted(given.by_id.values(), key=lambda answer: answer.event.as_of)
+def _waiting(parts: list[Part], start: Start | None, findings: Findings) -> list[Part]:
+    """What is to judge of the answers, by where they say that it was given. Of what was given before this log began,
+    only the release is known."""
     if start is None:
-        return answers
-    early = [answer for answer in answers if 0 < answer.event.as_of <= start.seq]
+        return parts
+    early = [part for part in parts if 0 < part.span.as_of <= start.seq]
     committed = {release.load_id for release in start.releases}
-    for seq, event in early:
-        if event.load_id not in committed:
-            text = f"record {event.record} names {event.load_id}, which was not committed before LOG {start.seq}"
+    for seq, event, span in early:
+        if span.load_id not in committed:
+            text = f"record {event.record} names {span.load_id}, which was not committed before LOG {start.seq}"
             findings.add(1, text, [], [seq])
     if early:
         text = f"{len(early)} answers as of LOG {start.seq} or before (invariants 1 and 2)"
         findings.unchecked.append(f"{text}: audit the predecessor's archive")
-    return [answer for answer in answers if not 0 < answer.event.as_of <= start.seq]
+    return [part for part in parts if not 0 < part.span.as_of <= start.seq]
 
 
-def _judge(world: World, answer: Answer, findings: Findings) -> None:
+def _judge(world: World, part: Part, findings: Findings) -> None:
     """Invariants 1 and 2: the serving rule, at the very point of the log at which the engine says it stood."""
-    seq, event = answer
-    text = f"record {event.record} by {event.engine} boot {event.boot} names {event.load_id} as of LOG {event.as_of}, "
+    seq, event, span = part
+    text = f"record {event.record} by {event.engine} boot {event.boot} names {span.load_id} as of LOG {span.as_of}, "
     head = world.publications.head
-    if not 0 < event.as_of <= min(world.seq, event.done_as_of):
-        findings.add(1, f"{text}done as of {event.done_as_of}; the log goes from 1 to {world.seq}", (), [seq])
-    elif event.load_id not in world.publications.releases:
-        findings.add(1, f"{text}when that was not committed", [event.as_of], [seq])
+    if not 0 < span.as_of <= min(world.seq, span.done_as_of):
+        findings.add(1, f"{text}done as of {span.done_as_of}; the log goes from 1 to {world.seq}", (), [seq])
+    elif span.load_id not in world.publications.releases:
+        findings.add(1, f"{text}when that was not committed", [span.as_of], [seq])
     elif not may_generate(world, event.engine, event.boot) or head is None:
-        findings.add(2, f"{text}when it must not generate: {_why_not(world, event)}", [event.as_of], [seq])
-    elif event.load_id != head.load_id:
-        findings.add(2, f"{text}when it held the head {head.load_id}", [event.as_of], [seq])
+        findings.add(2, f"{text}when it must not generate: {_why_not(world, event)}", [span.as_of], [seq])
+    elif span.load_id != head.load_id:
+        findings.add(2, f"{text}when it held the head {head.load_id}", [span.as_of], [seq])
 
 
 def _why_not(world: World, event: InferenceRecorded) -> str:
@@ -168,14 +168,14 @@ def _account(log: Sequence[Recorded], ledger: Ledger, start: Start | None, middl
     return Account(len(log), world, "")
 
 
-def _check_drains(ledger: Ledger) -> None:
+def _check_drains(ledger: Ledger, parts: list[Part]) -> None:
     """Invariant 2: who says that generation has stopped has nothing left to answer."""
-    for seq, event in ledger.answers.by_id.values():
+    for seq, event, span in parts:
         stops = ledger.stops.get(event.boot, ())
-        place = bisect_right(stops, event.as_of)
-        if place < len(stops) and stops[place] <= event.done_as_of:
+        place = bisect_right(stops, span.as_of)
+        if place < len(stops) and stops[place] <= span.done_as_of:
             said = f"boot {event.boot} said at LOG {stops[place]} that it had stopped"
-            text = f"record {event.record} was generated from LOG {event.as_of} to {event.done_as_of}, but {said}"
+            text = f"record {event.record} was generated from LOG {span.as_of} to {span.done_as_of}, but {said}"
             ledger.findings.add(2, text, [stops[place]], [seq])
 
 

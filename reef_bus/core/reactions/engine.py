@@ -40,7 +40,7 @@ def engine(world: World, me: Me, deadlines: Deadlines, *, written: bool = False)
 
 def _attempt(world: World, me: Me, open_: Publication, deadlines: Deadlines) -> list[Debt]:
     if world.membership.fence(me.boot, open_.id, open_.attempt) is None:
-        fence = Fence(open_.id, open_.attempt)
+        fence = Fence(open_.id, open_.attempt, open_.pause)
         return [Debt(key=f"fence/{open_.attempt_seq}", effect=fence, cause=open_.attempt_seq, correlation=open_.id)]
     return _ingress(world, me, open_, deadlines, Receive) if all_fenced(world, open_) else []
 
@@ -75,5 +75,5 @@ def _head(world: World, found: Engine, written: bool) -> list[Debt]:
     since, head = owes_head(world, found) or (found.reported if written else 0), world.publications.head
     if not since or head is None:
         return []
-    verify = VerifyHead(head.load_id, head.manifest, head.weights)
+    verify = VerifyHead(head.load_id, head.manifest, head.weights, head.pause)
     return [Debt(key=f"head/{since}", effect=verify, cause=since)]

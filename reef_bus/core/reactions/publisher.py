@@ -87,8 +87,8 @@ def _next_target(world: World, policy: Policy) -> list[Debt]:
     transport = _transport(world.training.offers, members, policy)
     if not transport:
         return [_refuse(world, candidate, "transport", _no_transport(world.training.offers, members, policy))]
-    if wrong := _wrong_mode(members, policy):
-        return [_refuse(world, candidate, "mode", wrong)]
+    if wrong := _unfit(members, policy):
+        return [_refuse(world, candidate, *wrong)]
     return [_target(world, candidate, members, msgspec.structs.replace(policy, transport=transport))]
 
 
@@ -109,11 +109,14 @@ def _unable(world: World, transport: str) -> list[str]:
     return [engine.id for engine in _members(world) if transport not in engine.accepts]
 
 
-def _wrong_mode(members: list[Engine], policy: Policy) -> str:
-    """Which engines cannot take a release in this mode, or an empty string."""
-    able = [e.id for e in members if policy.mode in e.modes]
-    unable = [e.id for e in members if policy.mode not in e.modes]
-    return f"mode {policy.mode}: {able} can, refused by {unable}; set publication.mode to fenced" if unable else ""
+def _unfit(members: list[Engine], policy: Policy) -> tuple[str, str] | None:
+    """What not every engine can do of what the policy asks for, and who cannot; None if all can do all of it."""
+    asked = ("mode", policy.mode, "fenced"), ("pause", policy.pause, "drain")
+    for key, value, instead in asked:
+        able = [e.id for e in members if value in (e.modes if key == "mode" else e.pauses)]
+        if unable := [e.id for e in members if e.id not in able]:
+            return key, f"{key} {value}: {able} can, refused by {unable}; set publication.{key} to {instead}"
+    return None
 
 
 def _no_rollback(world: World, asked: Request, policy: Policy) -> Debt | None:
@@ -123,8 +126,8 @@ def _no_rollback(world: World, asked: Request, policy: Policy) -> Debt | None:
         return refuse(world, asked, "not_kept", gone)
     if unable := _unable(world, "files"):
         return refuse(world, asked, "transport", f"a rollback is read from files, refused by {unable}")
-    wrong = _wrong_mode(_members(world), policy)
-    return refuse(world, asked, "mode", wrong) if wrong else None
+    wrong = _unfit(_members(world), policy)
+    return refuse(world, asked, *wrong) if wrong else None
 
 
 def _rollback(world: World, asked: Request, policy: Policy) -> list[Debt]:
@@ -283,7 +286,8 @@ def _abort(
     at_head: bool,
 ) -> list[Debt]:
     """End the attempt: another one, or a halt. With nobody left, a new boot is waited for as long as for a fence."""
-    joined = [Member(e.id, e.boot) for e in _members(world) if open_.mode in e.modes and open_.transport in e.accepts]
+    fit = [e for e in _members(world) if open_.mode in e.modes and open_.pause in e.pauses]
+    joined = [Member(e.id, e.boot) for e in fit if open_.transport in e.accepts]
     able = tuple(m for m in joined if m not in guilty)
     again = open_.attempt < MAX_ATTEMPTS
     if again and not able and now <= _since_anybody(world, open_) + deadlines.fence_s * SECOND:

@@ -78,13 +78,16 @@ class Saved(NamedTuple):
 
 
 def chain_at(store: ArtifactStore, weights: str) -> Chain | None:
-    """The chain of that name; None where it names anything else, or nothing. Raises TransferError for a damaged one."""
+    """The chain of that name; None where it names anything else, or nothing. Raises TransferError for a damaged one,
+    and where that cannot be told."""
     try:
         with open(place(store.root, weights), "rb") as file:
             if file.read(len(_MAGIC)) != _MAGIC:
                 return None
-    except OSError:
+    except FileNotFoundError:
         return None  # whoever goes on to read it is told
+    except OSError as error:  # it may be a chain: who takes it for none would not know what it stands on
+        raise TransferError("closed", f"cannot read {place(store.root, weights)}: {error.strerror}") from error
     return decode_chain(part(store, weights), str(store.path(weights)))
 
 

@@ -124,7 +124,7 @@ def _to_keep(history: History, config: Config, store: ArtifactStore) -> list[str
     """All that the history stands on, but for what was removed because no release within reach needs it."""
     spare = _spare(history, config.artifacts.keep)
     removed = {digest for digest in spare if not store.has(digest)}
-    return sorted(_links(named(history) - removed, store) | _archives(history, store))
+    return sorted((named(history) - removed) | _links(history, removed, store) | _archives(history, store))
 
 
 def _spare(history: History, keep: int) -> frozenset[str]:
@@ -134,13 +134,22 @@ def _spare(history: History, keep: int) -> frozenset[str]:
     return blobs_of(found.spare) - blobs_of(found.needed)
 
 
-def _links(digests: set[str], store: ArtifactStore) -> set[str]:
-    """The digests, and what those among them that are chains stand on."""
-    try:
-        chains = [chain for chain in (chain_at(store, digest) for digest in digests) if chain]
-    except TransferError as error:
-        raise ContractError(f"a blob is damaged: {error}") from error
-    return digests.union(*(chain.blobs for chain in chains))
+def _links(history: History, removed: set[str], store: ArtifactStore) -> set[str]:
+    """What the weights that are kept as chains stand on."""
+    found: set[str] = set()
+    for digest in sorted(_weights(history) - removed):
+        try:
+            chain = chain_at(store, digest)
+        except TransferError as error:
+            raise ContractError(f"a chain of deltas is damaged: {error}") from error
+        found |= chain.blobs if chain else frozenset()
+    return found
+
+
+def _weights(history: History) -> set[str]:
+    made = (r.event.weights.digest for r in history.log if isinstance(r.event, CandidateReady))
+    started = (candidate.weights.digest for candidate in history.start.candidates) if history.start else ()
+    return {*made, *started}
 
 
 def _archives(history: History, store: ArtifactStore) -> set[str]:

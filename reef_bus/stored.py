@@ -78,7 +78,8 @@ class Saved(NamedTuple):
 
 
 def chain_at(store: ArtifactStore, weights: str) -> Chain | None:
-    """The chain of that name; None where it names anything else, or nothing. Raises TransferError for a damaged one."""
+    """The chain of that name; None where it names anything else, or nothing. Raises TransferError for a damaged one,
+    Unavailable where that cannot be told."""
     try:
         if store.head(weights, len(_MAGIC)) != _MAGIC:
             return None

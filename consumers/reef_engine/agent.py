@@ -274,7 +274,7 @@ class Agent(Role):
             return Rebased()
         try:
             proven = Manifest.decode(await blocking(self.store.get, self.proven))
-        except ContractError:  # what this memory holds is no release that the store knows
+        except (ContractError, Unavailable):  # what this memory holds is no release that the store can show
             return Rebased()
         return await rebase(transport, effect, target, Live(self.backend.live(), proven), beside)
 

@@ -242,10 +242,14 @@ def test_a_backup_does_without_what_was_removed_and_without_nothing_more(
     monkeypatch.setattr(backup, "named", lambda _: set(everything))
     empty = History((), (), {})
     monkeypatch.setattr(backup, "_archives", lambda *_: set())
+    monkeypatch.setattr(backup, "_weights", lambda _: {each.weights.digest for each in candidates})
     sweep(store, config(tmp_path), split(candidates, 5), set())
     kept = set(backup._to_keep(empty, config(tmp_path), store))
     assert kept >= _names(candidates[5]) and all(store.has(digest) for digest in kept)
     assert set(backup._to_keep(empty, config(tmp_path, keep=0), store)) >= everything, "it would be missed"
+    anchor = candidates[4].weights.digest
+    store.path(anchor).unlink()
+    assert anchor in backup._to_keep(empty, config(tmp_path), store), "a needed one stands on it: it is missed"
 
 
 def _names(candidate: Candidate) -> frozenset[str]:

@@ -5,6 +5,7 @@ Knows: a real store on a folder. Must not know: the log, engines.
 
 from __future__ import annotations
 
+import errno
 import logging
 import random
 import struct
@@ -12,13 +13,17 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from reef_bus.artifacts import ArtifactStore, save_weights
+from reef_bus.audit import History
 from reef_bus.backends import Piece
 from reef_bus.backup import _links
 from reef_bus.errors import ContractError, TransferError
 from reef_bus.manifest import describe
 from reef_bus.stored import Base, Saved, as_file, chain_at, load, longer, read, save
+from tests.facts import SERVING, dispatched, ready, started
+from tests.spec import given
 
 Version = dict[str, Piece]
 VALUES = 4000
@@ -198,10 +203,24 @@ def test_what_is_kept_in_full_is_its_own_file(store: ArtifactStore, tmp_path: Pa
 
 def test_a_backup_takes_what_a_chain_stands_on(store: ArtifactStore, tmp_path: Path) -> None:
     last, other = history(store, 4, every=5)[-1], ArtifactStore(tmp_path / "backup")
-    taken = _links({last.weights.digest, last.manifest.digest}, store)
-    for digest in taken:
+    log = given(*SERVING, dispatched("j"), started("j"), replace(ready("j", "c"), weights=last.weights)).scribe.log
+    taken = _links(History(tuple(log), (), {}), set(), store)
+    for digest in taken | {last.weights.digest}:
         other.keep(digest, store.path(digest))
     assert describe(read(other, last.weights.digest, last.manifest)) == describe(version(3))
     damage(store.path(last.weights.digest))
     with pytest.raises(ContractError, match=f"{last.weights.digest} is damaged"):
-        _links({last.weights.digest}, store)
+        _links(History(tuple(log), (), {}), set(), store)
+
+
+def test_a_disk_that_fails_leaves_open_whether_it_is_a_chain(
+    store: ArtifactStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    last = history(store, 2, every=5)[-1]
+
+    def failing(*_: object) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr("builtins.open", failing)
+    with pytest.raises(TransferError, match=r"cannot read .*Input/output error"):
+        chain_at(store, last.weights.digest)

@@ -19,7 +19,7 @@ from reef_bus.artifacts import ArtifactStore, save_weights
 from reef_bus.audit import History
 from reef_bus.backends import Piece
 from reef_bus.backup import _links
-from reef_bus.errors import ContractError, TransferError
+from reef_bus.errors import ContractError, TransferError, Unavailable
 from reef_bus.manifest import describe
 from reef_bus.stored import Base, Saved, as_file, chain_at, load, longer, read, save
 from tests.facts import SERVING, dispatched, ready, started
@@ -213,14 +213,15 @@ def test_a_backup_takes_what_a_chain_stands_on(store: ArtifactStore, tmp_path: P
         _links(History(tuple(log), (), {}), set(), store)
 
 
-def test_a_disk_that_fails_leaves_open_whether_it_is_a_chain(
+def test_a_store_that_gives_no_answer_leaves_open_whether_it_is_a_chain(
     store: ArtifactStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Who took it for no chain would remove what it stands on."""
     last = history(store, 2, every=5)[-1]
 
     def failing(*_: object) -> None:
         raise OSError(errno.EIO, "Input/output error")
 
     monkeypatch.setattr("builtins.open", failing)
-    with pytest.raises(TransferError, match=r"cannot read .*Input/output error"):
+    with pytest.raises(Unavailable, match=r"cannot read .*Input/output error"):
         chain_at(store, last.weights.digest)

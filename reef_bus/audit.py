@@ -15,11 +15,22 @@ from typing import Any, TextIO
 import msgspec
 
 from reef_bus.artifacts import ArtifactStore
-from reef_bus.core.invariants import Audit, Batches, Consumption, Trained, Unread, check
+from reef_bus.core.invariants import (
+    Answers,
+    Audit,
+    Batches,
+    Consumption,
+    Findings,
+    Trained,
+    Unread,
+    check,
+    enter,
+    examine,
+)
 from reef_bus.core.start import Start
-from reef_bus.envelope import decode_line, from_json, to_json
+from reef_bus.envelope import Line, from_json, read_line, recorded_on, to_json
 from reef_bus.errors import ContractError, Rejected, Unavailable
-from reef_bus.events import JobDispatched, Recorded
+from reef_bus.events import Event, JobDispatched, Recorded
 from reef_bus.journal import LOG, RECORDS, Journal
 from reef_bus.origin import nowhere, start_of
 from reef_bus.runner import blocking
@@ -27,9 +38,13 @@ from reef_bus.samples import Batch, decode_batch
 from reef_bus.topology import FAMILIES
 
 BATCH, START = "BATCH", "START"
-BATCH_LINE = b'{"stream":"BATCH",'  # as `write_export` begins one
+LOG_LINE, BATCH_LINE = b'{"stream":"LOG",', b'{"stream":"BATCH",'  # as `write_export` begins one
 HOMES = {family.name: family.stream for family in FAMILIES.values()}
 CUT_TRIES = 100  # a head costs a round trip, and LOG moves a few times a second
+
+
+Found = Line[str, Event] | Recorded | Consumption | Unread | Start
+"""What one line of an export holds."""
 
 
 class _Digest(msgspec.Struct):
@@ -119,8 +134,8 @@ def consumption(batch: Batch) -> Consumption:
 def audit_export(path: Path | str) -> Audit:
     """`check` of an export. Raises as `read_export` does."""
     with _without_collector():
-        found = read_export(path)
-        return check(found.log, found.records, found.batches, found.start)
+        found = _sift(path)
+        return examine(found.log, found.answers, found.batches or None, found.start)
 
 
 def audit_history(history: History) -> Audit:
@@ -177,31 +192,99 @@ def read_export(path: Path | str) -> History:
     streams: dict[str, list[Recorded]] = {LOG: [], RECORDS: []}
     batches: dict[str, Consumption | Unread] = {}
     start: Start | None = None
-    lines = 0
-    try:
-        with open(path, "rb") as file:
-            for line in file:
-                lines += 1
-                start = _take(line, streams, batches) or start
-    except OSError as error:
-        raise Rejected(f"cannot read {path}: {error.strerror}; `reef-bus export -o FILE` writes one", 404) from error
-    except ContractError as error:
-        raise ContractError(f"{path}, line {lines}: {error}", error.seq) from error
+    for number, line in _numbered(path):
+        stream, found = _read(path, number, line)
+        if isinstance(found, Line | Recorded):
+            streams[stream].append(_recorded(found))
+        elif isinstance(found, Start):
+            start = found
+        else:
+            batches[stream] = found
     return History(tuple(streams[LOG]), tuple(streams[RECORDS]), batches or None, start)
 
 
-def _take(line: bytes, streams: dict[str, list[Recorded]], batches: dict[str, Consumption | Unread]) -> Start | None:
-    """Put the line where it belongs; returns the log's start, when that is what it holds."""
-    stream, found = _batch_line(line) or decode_line(line) or _read_line(line)
-    if isinstance(found, Recorded):
-        if HOMES[found.event.family] != stream:
-            raise ContractError(f"{found.name} is on {stream}; it belongs on {HOMES[found.event.family]}", found.seq)
-        streams[stream].append(found)
-    elif isinstance(found, Start):
-        return found
+class _Log(msgspec.Struct):
+    """LOG of an export, still as text: each event is read where it is wanted, and forgotten there. To keep them all
+    takes longer than to read them."""
+
+    path: Path | str
+    lines: list[tuple[int, bytes]] = []
+
+    def __iter__(self) -> Iterator[Recorded]:
+        for number, line in self.lines:
+            _, found = _read(self.path, number, line)
+            assert isinstance(found, Line | Recorded)  # other lines are not kept here
+            yield _recorded(found)
+
+
+class _Sifted(msgspec.Struct):
+    """An export for `examine`: of RECORDS only what it needs."""
+
+    log: _Log
+    answers: Answers
+    batches: dict[str, Consumption | Unread] = {}
+    start: Start | None = None
+
+
+def _sift(path: Path | str) -> _Sifted:
+    sifted = _Sifted(_Log(path), Answers(Findings()))
+    try:
+        for number, line in _numbered(path):
+            if line.startswith(LOG_LINE):
+                sifted.log.lines.append((number, line))
+            else:
+                _put(sifted, number, line)
+    except (ContractError, Rejected):
+        for _ in sifted.log:  # what is wrong further up is named first
+            pass
+        raise
+    return sifted
+
+
+def _put(sifted: _Sifted, number: int, line: bytes) -> None:
+    stream, found = _read(sifted.log.path, number, line)
+    if isinstance(found, Start):
+        sifted.start = found
+    elif isinstance(found, Consumption | Unread):
+        sifted.batches[stream] = found
+    elif stream == RECORDS:
+        enter(sifted.answers, found.seq, found.event)
     else:
-        batches[stream] = found
-    return None
+        sifted.log.lines.append((number, line))  # in another form than `write_export` gives it
+
+
+def _numbered(path: Path | str) -> Iterator[tuple[int, bytes]]:
+    try:
+        with open(path, "rb") as file:
+            yield from enumerate(file, 1)
+    except OSError as error:
+        raise Rejected(f"cannot read {path}: {error.strerror}; `reef-bus export -o FILE` writes one", 404) from error
+
+
+def _recorded(found: Line[str, Event] | Recorded) -> Recorded:
+    return found if isinstance(found, Recorded) else recorded_on(found)
+
+
+def _read(path: Path | str, number: int, line: bytes) -> tuple[str, Found]:
+    """What a line holds: the stream and its event, a batch under its digest, the log's start; or what is wrong."""
+    try:
+        stream, found = _batch_line(line) or _event_line(line) or _read_line(line)
+        if isinstance(found, Line | Recorded):
+            _check_home(stream, found)
+        return stream, found
+    except ContractError as error:
+        raise ContractError(f"{path}, line {number}: {error}", error.seq) from error
+
+
+def _check_home(stream: str, found: Line[str, Event] | Recorded) -> None:
+    home = HOMES[found.event.family]
+    if stream != home:
+        raise ContractError(f"{type(found.event).__name__} is on {stream}; it belongs on {home}", found.seq)
+
+
+def _event_line(line: bytes) -> tuple[str, Line[str, Event]] | None:
+    found = read_line(line)
+    return (found.stream, found) if found else None
 
 
 def _batch_line(line: bytes) -> tuple[str, Consumption] | None:

@@ -10,7 +10,8 @@ import hashlib
 import re
 from collections.abc import Mapping
 from functools import lru_cache
-from typing import Any, Literal
+from types import GenericAlias
+from typing import Any, Generic, Literal, TypeVar
 
 import msgspec
 
@@ -29,25 +30,43 @@ _CURRENT = {f"reef.{name}.v{cls.version}": _DECODERS[name] for name, cls in CATA
 """By `ce-type`: what today's writers write, and nearly all that is ever read."""
 
 
-class Line(msgspec.Struct, frozen=True, gc=False, rename={"seq": "sequence", "time": "timens"}):
-    """One event of an export as `to_json` gives it, beside the name of its stream; the payload is still bytes."""
+_IN_LINES = {
+    "seq": "sequence",
+    "time": "timens",
+    "cause": "causationid",
+    "correlation": "correlationid",
+    "event": "data",
+}
+Kind = TypeVar("Kind")
+Data = TypeVar("Data")
+
+
+class Line(msgspec.Struct, Generic[Kind, Data], frozen=True, gc=False, rename=_IN_LINES):
+    """One event of an export as `to_json` gives it, beside the name of its stream."""
 
     stream: Literal["LOG", "RECORDS"]
     specversion: str
     id: str
-    type: str
+    type: Kind
     source: str
     subject: str
     seq: int
     time: int
     prev: int
-    causationid: int
-    correlationid: str
+    cause: int
+    correlation: str
     boot: str
-    data: msgspec.Raw
+    event: Data
 
 
-_LINE = msgspec.json.Decoder(Line)
+_TYPE_KEY = b'"type":"'
+_LINES = {
+    name.encode(): msgspec.json.Decoder(GenericAlias(Line, (Literal[name], CATALOGUE[name.split(".")[1]])))
+    for name in _CURRENT
+}
+"""By the type that stands in a line: where that is known beforehand, a line and its payload are read in one go."""
+
+_ANY_LINE = msgspec.json.Decoder(Line[str, msgspec.Raw])
 
 
 def payload(event: Event) -> bytes:
@@ -172,27 +191,49 @@ def to_json(recorded: Recorded) -> dict[str, Any]:
     }
 
 
-def decode_line(line: bytes) -> tuple[str, Recorded] | None:
-    """An export's line in the form that `write_export` gives it: the stream's name and the event. None for any other
-    line, which may yet be one for `from_json`. Raises ContractError like `decode`."""
-    try:
-        found = _LINE.decode(line if line.isascii() else line.decode())  # what is passed over must be text, too
-    except (msgspec.MsgspecError, UnicodeError):
-        return None
-    event = _decode_event(found.seq, found.subject, found.type, found.data)
-    _check_subject(found.seq, found.subject, event)
-    return found.stream, Recorded(
-        seq=found.seq,
-        time=found.time,
-        subject=found.subject,
-        id=found.id,
-        prev=found.prev,
-        cause=found.causationid,
-        correlation=found.correlationid,
-        writer=found.source.removeprefix(SOURCE),
-        boot=found.boot,
-        event=event,
+def recorded_on(line: Line[str, Event]) -> Recorded:
+    """The event that a line holds."""
+    return Recorded(
+        seq=line.seq,
+        time=line.time,
+        subject=line.subject,
+        id=line.id,
+        prev=line.prev,
+        cause=line.cause,
+        correlation=line.correlation,
+        writer=line.source.removeprefix(SOURCE),
+        boot=line.boot,
+        event=line.event,
     )
+
+
+def read_line(line: bytes) -> Line[str, Event] | None:
+    """An export's line in the form that `write_export` gives it. None for any other line, which may yet be one for
+    `from_json`. Raises ContractError like `decode`."""
+    try:
+        text = line if line.isascii() else line.decode()  # what is passed over must be text, too
+        found = _read_whole(line, text) or _read_in_two(text)
+    except (msgspec.MsgspecError, UnicodeError, RecursionError):
+        return None
+    _check_subject(found.seq, found.subject, found.event)
+    return found
+
+
+def _read_whole(line: bytes, text: bytes | str) -> Line[str, Event] | None:
+    """A line that holds what today's writers write; or None."""
+    begin = line.find(_TYPE_KEY) + len(_TYPE_KEY)
+    known = _LINES.get(line[begin : line.find(b'"', begin)])
+    try:
+        return known.decode(text) if known else None
+    except (msgspec.MsgspecError, RecursionError):
+        return None
+
+
+def _read_in_two(text: bytes | str) -> Line[str, Event]:
+    """The envelope first, so that whoever cannot read the payload can say of which event it is."""
+    found = _ANY_LINE.decode(text)
+    event = _decode_event(found.seq, found.subject, found.type, found.event)
+    return Line(**{**{name: getattr(found, name) for name in Line.__struct_fields__}, "event": event})
 
 
 def from_json(line: Mapping[str, Any]) -> Recorded:

@@ -6,13 +6,15 @@ Knows: answers, reports, what a batch says of itself. Must not know: tokens, eng
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator, Mapping
+from sys import intern
 
 import msgspec
 
 from reef_bus.core.invariants.findings import MAX_SEQUENCES, Findings
-from reef_bus.events import InferenceRecorded, JobDispatched, Recorded, ReportReceived
+from reef_bus.events import Event, InferenceRecorded, JobDispatched, Recorded, ReportReceived
+
+FINAL = "final"  # the value of the tag `phase` by which a harness marks the answers of its last measurement
 
 
 class Trained(msgspec.Struct, frozen=True, array_like=True):
@@ -43,14 +45,21 @@ Batches = Mapping[str, Consumption | Unread]
 """By the digest that `JobDispatched` names."""
 
 
-class Answer(NamedTuple):
-    """An answer and where it is in RECORDS."""
+class Answer(msgspec.Struct, frozen=True, gc=False):
+    """What the audit keeps of an answer: its place in RECORDS, what it says of its generation, whether it is tagged
+    `phase: final`. Not its text, which is most of it: what is forgotten at once is read three times as fast."""
 
     seq: int
-    event: InferenceRecorded
+    record: str
+    engine: str
+    boot: str
+    load_id: str
+    as_of: int
+    done_as_of: int
+    final: bool
 
 
-class Feedback(NamedTuple):
+class Feedback(msgspec.Struct, frozen=True, gc=False):
     """A report and where it is in RECORDS."""
 
     seq: int
@@ -58,10 +67,12 @@ class Feedback(NamedTuple):
 
 
 class Answers(msgspec.Struct):
-    """RECORDS by id. `first` is each record's first report, the one that counts; `consumed` the LOG sequence of the
-    job that took each record. Up to LOG `begin`, jobs of the log's predecessor had taken RECORDS up to `floor`, or
-    given them up, and `taken` above it."""
+    """RECORDS by id, up to `last`. `first` is each record's first report, the one that counts; `consumed` the LOG
+    sequence of the job that took each record. Up to LOG `begin`, jobs of the log's predecessor had taken RECORDS up to
+    `floor`, or given them up, and `taken` above it."""
 
+    findings: Findings
+    last: int = 0
     by_id: dict[str, Answer] = {}
     reports: dict[str, Feedback] = {}
     first: dict[str, Feedback] = {}
@@ -71,38 +82,53 @@ class Answers(msgspec.Struct):
     taken: frozenset[int] = frozenset()
 
 
-def index(records: Sequence[Recorded], findings: Findings) -> Answers:
+def index(records: Iterable[Recorded]) -> Answers:
     """Read RECORDS once, from its beginning."""
-    answers, last = Answers(), 0
+    answers = Answers(Findings())
     for recorded in records:
-        if recorded.seq != last + 1:
-            findings.add("gap", f"RECORDS goes on at {recorded.seq}; expected {last + 1}", records=[recorded.seq])
-        last, event = recorded.seq, recorded.event
-        if isinstance(event, InferenceRecorded):
-            _answer(answers, Answer(last, event), findings)
-        elif isinstance(event, ReportReceived):
-            _report(answers, Feedback(last, event), findings)
+        enter(answers, recorded.seq, recorded.event)
     return answers
 
 
-def _answer(answers: Answers, answer: Answer, findings: Findings) -> None:
+def enter(answers: Answers, seq: int, event: Event) -> None:
+    """Take up the next event of RECORDS."""
+    if seq != answers.last + 1:
+        answers.findings.add("gap", f"RECORDS goes on at {seq}; expected {answers.last + 1}", records=[seq])
+    answers.last = seq
+    if isinstance(event, InferenceRecorded):
+        _answer(answers, seq, event)
+    elif isinstance(event, ReportReceived):
+        _report(answers, Feedback(seq, event))
+
+
+def _answer(answers: Answers, seq: int, event: InferenceRecorded) -> None:
     """Twice stored is twice eligible: a trainer that has consumed the first copy takes the second for a new one."""
-    before = answers.by_id.setdefault(answer.event.record, answer)
-    if before is not answer:
-        text = f"record {answer.event.record} is stored at {before.seq} and again at {answer.seq}; expected once"
-        findings.add(6, text, records=[before.seq, answer.seq])
+    if before := answers.by_id.get(event.record):
+        text = f"record {event.record} is stored at {before.seq} and again at {seq}; expected once"
+        answers.findings.add(6, text, records=[before.seq, seq])
+        return
+    answers.by_id[event.record] = Answer(
+        seq,
+        event.record,
+        intern(event.engine),
+        intern(event.boot),
+        intern(event.load_id),
+        event.as_of,
+        event.done_as_of,
+        event.tags.get("phase") == FINAL,
+    )
 
 
-def _report(answers: Answers, feedback: Feedback, findings: Findings) -> None:
-    seq, report = feedback
+def _report(answers: Answers, feedback: Feedback) -> None:
+    seq, report = feedback.seq, feedback.event
     before = answers.reports.setdefault(report.report, feedback)
     if before is not feedback and before.event != report:
         text = f"report {report.report} says something else at {seq} than at {before.seq}; a report is never changed"
-        findings.add("report", text, records=[before.seq, seq])
+        answers.findings.add("report", text, records=[before.seq, seq])
     for record in report.references:
         if record not in answers.by_id:
             text = f"report {report.report} at {seq} names record {record}; expected one recorded before it"
-            findings.add("report", text, records=[seq])
+            answers.findings.add("report", text, records=[seq])
         answers.first.setdefault(record, feedback)
 
 
@@ -135,8 +161,8 @@ def _spend(answers: Answers, seq: int, record: str, at: int) -> Iterator[str]:
         return
     if answer.seq != at:
         yield f"which is recorded at {answer.seq}"
-    if answer.event.done_as_of >= seq:
-        yield f"which was still generated at LOG {answer.event.done_as_of}, not before its consumption at {seq}"
+    if answer.done_as_of >= seq:
+        yield f"which was still generated at LOG {answer.done_as_of}, not before its consumption at {seq}"
     if feedback is None:
         yield "which nobody reported on"
     elif _excused(feedback.event):
@@ -158,7 +184,7 @@ def _check_samples(answers: Answers, seq: int, batch: Consumption, findings: Fin
         answer, feedback = answers.by_id.get(sample.record), answers.first.get(sample.record)
         if not answer or not feedback:
             continue
-        said, found = (sample.load_id, sample.reward), (answer.event.load_id, feedback.event.score)
+        said, found = (sample.load_id, sample.reward), (answer.load_id, feedback.event.score)
         if said != found:
             text = f"job {batch.job} trains on {sample.record} as (load id, reward) {said}, recorded as {found}"
             findings.add("reward", text, [seq], [answer.seq, feedback.seq])

@@ -2,14 +2,17 @@
 
 Knows: the fold, the serving rule, the ledger. Must not know: where a history comes from.
 One reading judges answers, and has never heard of an event that is void; the other one keeps the ledger, folds what is
-void, too, and goes through a snapshot half way. Equal worlds are at once the proof of invariants 9 and 11.
+void, too, and goes through snapshots. Equal worlds are at once the proof of invariants 9 and 11. Both take each event
+in turn, while it is at hand, and keep nothing of it: a log of any length needs little more memory than its world.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable
+from itertools import islice
+from math import inf
+from operator import attrgetter
 
 import msgspec
 
@@ -22,79 +25,117 @@ from reef_bus.core.start import Start
 from reef_bus.core.void import Tail
 from reef_bus.core.world import World, fold, ignored
 from reef_bus.errors import ContractError
-from reef_bus.events import InferenceRecorded, Recorded
-
-FINAL = "final"  # the value of the tag `phase` by which a harness marks the answers of its last measurement
+from reef_bus.events import Recorded
 
 
-class Judgement(NamedTuple):
-    """How far the first reading came, the world there, the events that it passed over, and whether it had to stop."""
+class Judgement(msgspec.Struct):
+    """The first reading: the world that it came to, the events that it passed over, why it had to stop, if it did, and
+    at which event. The log begins after `begin`; `waiting` are the answers that are not judged yet, the next one last.
+    """
 
-    folded: int
+    findings: Findings
     world: World
-    voids: list[int]
-    stopped: bool
+    begin: int
+    waiting: list[Answer]
+    folded: int = 0
+    voids: list[int] = []
+    stopped: str = ""
+    stopped_at: int = 0
 
 
-class Account(NamedTuple):
-    """How far the second reading came, the world there, and why it stopped there if it did."""
+class Account(msgspec.Struct):
+    """The second reading: the world that it came to, and why it had to stop, if it did, and at which event."""
 
-    folded: int
+    ledger: Ledger
     world: World
-    stopped: str
+    folded: int = 0
+    stopped: str = ""
+    stopped_at: int = 0
 
 
 def check(
-    log: Iterable[Recorded], records: Sequence[Recorded], batches: Batches | None, start: Start | None = None
+    log: Iterable[Recorded], records: Iterable[Recorded], batches: Batches | None, start: Start | None = None
 ) -> Audit:
     """Audit a history: LOG and RECORDS from their beginnings, and what its jobs' batches say (None: none at hand).
     `start` is what LOG goes on from; what was before it is audited with its predecessor.
 
     RECORDS must hold what LOG's jobs consumed, and LOG what RECORDS' answers stood on. Never raises for what it finds.
     """
-    events, findings = tuple(log), Findings()
-    ledger = Ledger(findings=findings, answers=index(records, findings), batches=batches)
+    return examine(tuple(log), index(records), batches, start)
+
+
+def examine(log: Iterable[Recorded], answers: Answers, batches: Batches | None, start: Start | None = None) -> Audit:
+    """`check` once RECORDS are indexed. `log` must give the same when it is gone through again, and keeps nothing; what
+    it raises is raised."""
+    findings, begin = answers.findings, start.seq if start else 0
+    judged = Judgement(findings, World(start=start), begin, _waiting(answers, start))
+    ledger = Ledger(findings=Findings(), answers=answers, batches=batches)
     if start is not None:
         seed(ledger, start)
-    judged = _judgement(events, ledger.answers, start, findings)
-    told = _account(events, ledger, start, judged.folded // 2)
+    told, events = Account(ledger, World(start=start)), 0
+    for recorded in log:
+        events += 1
+        if not judged.stopped:
+            _judge_next(judged, recorded)
+        if not told.stopped:
+            _account_next(told, recorded)
+    _judge_rest(judged, events)
     _check_drains(ledger)
-    _compare(judged, told, events, start, findings)
+    findings.extend(ledger.findings)
+    _compare(judged, told, log, start, findings)
     if batches is None and ledger.jobs:
         findings.unchecked.append(f"what {ledger.jobs} jobs consumed (invariant 6): their batches are not at hand")
-    return _audit(told.world, ledger, len(judged.voids), len(events))
+    return _audit(told.world, ledger, findings, len(judged.voids), events)
 
 
 # -- the first reading: fold what counts, and judge the answers
 
 
-def _judgement(log: Sequence[Recorded], answers: Answers, start: Start | None, findings: Findings) -> Judgement:
-    """Fold what is not void, as if nothing else had ever been stored. Answers come in where they say that they were
-    given."""
-    world, voids = World(start=start), list[int]()
-    waiting, judged = _waiting(answers, start, findings), 0
-    for count, recorded in enumerate(log):
-        while judged < len(waiting) and waiting[judged].event.as_of < recorded.seq:
-            _judge(world, waiting[judged], findings)
-            judged += 1
-        expected = (world.seq or (start.seq if start else 0)) + 1
-        if recorded.seq != expected:
-            findings.add("gap", f"LOG goes on at {recorded.seq}; expected {expected}", [recorded.seq])
-        if ignored(world, recorded):
-            voids.append(recorded.seq)
-            _pass_over(world, recorded)
-            continue
+def _judge_next(judged: Judgement, recorded: Recorded) -> None:
+    """Fold the event if it is not void, as if nothing else had ever been stored. Answers come in where they say that
+    they were given."""
+    _judge_before(judged, recorded.seq)
+    world = judged.world
+    expected = (world.seq or judged.begin) + 1
+    if recorded.seq != expected:
+        judged.findings.add("gap", f"LOG goes on at {recorded.seq}; expected {expected}", [recorded.seq])
+    if ignored(world, recorded):
+        judged.voids.append(recorded.seq)
+        _pass_over(world, recorded)
+    else:
         try:
             fold(world, recorded)
         except ContractError as error:
-            findings.add("fold", str(error), [recorded.seq])
-            if count + 1 < len(log) or judged < len(waiting):
-                rest = f"{len(log) - count - 1} events and {len(waiting) - judged} answers from LOG {recorded.seq} on"
-                findings.unchecked.append(f"{rest}: every consumer halts at the contradiction there")
-            return Judgement(count, world, voids, stopped=True)
-    for answer in waiting[judged:]:
-        _judge(world, answer, findings)
-    return Judgement(len(log), world, voids, stopped=False)
+            judged.findings.add("fold", str(error), [recorded.seq])
+            judged.stopped, judged.stopped_at = str(error), recorded.seq
+            return
+    judged.folded += 1
+
+
+def _judge_before(judged: Judgement, seq: float) -> None:
+    """Judge the answers that were given before event `seq`, each at the very point of the log at which its engine says
+    it stood. Nothing happens in between: what is right for one of them is right for its like."""
+    world, waiting, right = judged.world, judged.waiting, set[tuple[str, str, str]]()
+    while waiting and waiting[-1].as_of < seq:
+        answer = waiting.pop()
+        if not 0 < answer.as_of <= min(world.seq, answer.done_as_of):
+            said = f"{_says(answer)}done as of {answer.done_as_of}; the log goes from 1 to {world.seq}"
+            judged.findings.add(1, said, (), [answer.seq])
+        elif (claim := (answer.engine, answer.boot, answer.load_id)) not in right:
+            if wrong := _wrong(world, answer):
+                judged.findings.add(wrong[0], f"{_says(answer)}when {wrong[1]}", [answer.as_of], [answer.seq])
+            else:
+                right.add(claim)
+
+
+def _judge_rest(judged: Judgement, events: int) -> None:
+    """Answers that stand on the end of the log; or, where the reading had to stop, a notice of what it left."""
+    left = events - judged.folded - 1, len(judged.waiting)
+    if not judged.stopped:
+        _judge_before(judged, inf)
+    elif any(left):
+        rest = f"{left[0]} events and {left[1]} answers from LOG {judged.stopped_at} on"
+        judged.findings.unchecked.append(f"{rest}: every consumer halts at the contradiction there")
 
 
 def _pass_over(world: World, recorded: Recorded) -> None:
@@ -103,46 +144,53 @@ def _pass_over(world: World, recorded: Recorded) -> None:
     world.last_id, world.time, world.void = recorded.id, recorded.time, world.void + 1
 
 
-def _waiting(given: Answers, start: Start | None, findings: Findings) -> list[Answer]:
-    """The answers to judge, by where they say that they were given. Of what was given before this log began, only the
-    release is known."""
-    answers = sorted(given.by_id.values(), key=lambda answer: answer.event.as_of)
-    if start is None:
-        return answers
-    early = [answer for answer in answers if 0 < answer.event.as_of <= start.seq]
+def _waiting(given: Answers, start: Start | None) -> list[Answer]:
+    """The answers to judge, by where they say that they were given, the first one last. Of what was given before this
+    log began, only the release is known."""
+    answers = sorted(given.by_id.values(), key=attrgetter("as_of"))
+    if start is not None:
+        answers = _after_the_start(answers, start, given.findings)
+    answers.reverse()
+    return answers
+
+
+def _after_the_start(answers: list[Answer], start: Start, findings: Findings) -> list[Answer]:
+    early = [answer for answer in answers if 0 < answer.as_of <= start.seq]
     committed = {release.load_id for release in start.releases}
-    for seq, event in early:
-        if event.load_id not in committed:
-            text = f"record {event.record} names {event.load_id}, which was not committed before LOG {start.seq}"
-            findings.add(1, text, [], [seq])
+    for answer in early:
+        if answer.load_id not in committed:
+            text = f"record {answer.record} names {answer.load_id}, which was not committed before LOG {start.seq}"
+            findings.add(1, text, [], [answer.seq])
     if early:
         text = f"{len(early)} answers as of LOG {start.seq} or before (invariants 1 and 2)"
         findings.unchecked.append(f"{text}: audit the predecessor's archive")
-    return [answer for answer in answers if not 0 < answer.event.as_of <= start.seq]
+    return [answer for answer in answers if not 0 < answer.as_of <= start.seq]
 
 
-def _judge(world: World, answer: Answer, findings: Findings) -> None:
-    """Invariants 1 and 2: the serving rule, at the very point of the log at which the engine says it stood."""
-    seq, event = answer
-    text = f"record {event.record} by {event.engine} boot {event.boot} names {event.load_id} as of LOG {event.as_of}, "
+def _says(answer: Answer) -> str:
+    who = f"record {answer.record} by {answer.engine} boot {answer.boot}"
+    return f"{who} names {answer.load_id} as of LOG {answer.as_of}, "
+
+
+def _wrong(world: World, answer: Answer) -> tuple[int, str] | None:
+    """Invariants 1 and 2: the serving rule."""
     head = world.publications.head
-    if not 0 < event.as_of <= min(world.seq, event.done_as_of):
-        findings.add(1, f"{text}done as of {event.done_as_of}; the log goes from 1 to {world.seq}", (), [seq])
-    elif event.load_id not in world.publications.releases:
-        findings.add(1, f"{text}when that was not committed", [event.as_of], [seq])
-    elif not may_generate(world, event.engine, event.boot) or head is None:
-        findings.add(2, f"{text}when it must not generate: {_why_not(world, event)}", [event.as_of], [seq])
-    elif event.load_id != head.load_id:
-        findings.add(2, f"{text}when it held the head {head.load_id}", [event.as_of], [seq])
+    if answer.load_id not in world.publications.releases:
+        return 1, "that was not committed"
+    if not may_generate(world, answer.engine, answer.boot) or head is None:
+        return 2, f"it must not generate: {_why_not(world, answer)}"
+    if answer.load_id != head.load_id:
+        return 2, f"it held the head {head.load_id}"
+    return None
 
 
-def _why_not(world: World, event: InferenceRecorded) -> str:
-    engine = world.membership.engines.get(event.engine)
-    if engine is None or engine.boot != event.boot:
+def _why_not(world: World, answer: Answer) -> str:
+    engine = world.membership.engines.get(answer.engine)
+    if engine is None or engine.boot != answer.boot:
         return f"the engine's boot was {engine.boot if engine else 'none yet'}"
     if not live(world, engine):
         return "this boot had left" if engine.left else "this boot was excluded"
-    if fenced(world, event.engine, event.boot):
+    if fenced(world, answer.engine, answer.boot):
         return "a fence covered it"
     proof = engine.verified
     return f"its last proof since its fence is {f'{proof.load_id} {proof.manifest}' if proof else 'none'}, not the head"
@@ -151,50 +199,51 @@ def _why_not(world: World, event: InferenceRecorded) -> str:
 # -- the second reading: fold everything, keep the ledger
 
 
-def _account(log: Sequence[Recorded], ledger: Ledger, start: Start | None, middle: int) -> Account:
-    """Fold everything, with a snapshot at `middle`: half way to where the other reading came, a contradiction may be
-    near; the ledger gets what is not void."""
-    world = World(start=start)
-    for count, recorded in enumerate(log):
-        if count == middle:
-            world = msgspec.msgpack.decode(msgspec.msgpack.encode(world), type=World)
-        try:
-            void = fold(world, recorded)
-        except ContractError as error:  # no consumer folds past it, so neither do we
-            note(ledger, recorded)  # which invariant it would have broken
-            return Account(count, world, str(error))
-        if not void:
-            note(ledger, recorded)
-    return Account(len(log), world, "")
+def _account_next(told: Account, recorded: Recorded) -> None:
+    """Fold the event, from a snapshot each time that the log is twice as long: a contradiction may be anywhere. The
+    ledger gets what is not void."""
+    if not told.folded & (told.folded - 1):
+        told.world = msgspec.msgpack.decode(msgspec.msgpack.encode(told.world), type=World)
+    try:
+        void = fold(told.world, recorded)
+    except ContractError as error:  # no consumer folds past it, so neither do we
+        note(told.ledger, recorded)  # which invariant it would have broken
+        told.stopped, told.stopped_at = str(error), recorded.seq
+        return
+    told.folded += 1
+    if not void:
+        note(told.ledger, recorded)
 
 
 def _check_drains(ledger: Ledger) -> None:
     """Invariant 2: who says that generation has stopped has nothing left to answer."""
-    for seq, event in ledger.answers.by_id.values():
-        stops = ledger.stops.get(event.boot, ())
-        place = bisect_right(stops, event.as_of)
-        if place < len(stops) and stops[place] <= event.done_as_of:
-            said = f"boot {event.boot} said at LOG {stops[place]} that it had stopped"
-            text = f"record {event.record} was generated from LOG {event.as_of} to {event.done_as_of}, but {said}"
-            ledger.findings.add(2, text, [stops[place]], [seq])
+    for answer in ledger.answers.by_id.values():
+        if answer.as_of >= answer.done_as_of:
+            continue
+        stops = ledger.stops.get(answer.boot, ())
+        place = bisect_right(stops, answer.as_of)
+        if place < len(stops) and stops[place] <= answer.done_as_of:
+            said = f"boot {answer.boot} said at LOG {stops[place]} that it had stopped"
+            text = f"record {answer.record} was generated from LOG {answer.as_of} to {answer.done_as_of}, but {said}"
+            ledger.findings.add(2, text, [stops[place]], [answer.seq])
 
 
 # -- the comparison
 
 
 def _compare(
-    judged: Judgement, told: Account, log: Sequence[Recorded], start: Start | None, findings: Findings
+    judged: Judgement, told: Account, log: Iterable[Recorded], start: Start | None, findings: Findings
 ) -> None:
     """Invariant 9: the same events, from the start and half way through a snapshot, give the same world. Invariant 11:
     had the void events never been stored, nothing but their places would be different."""
     if told.stopped and not judged.stopped:
         text = f"replayed, an event that was folded contradicts the log: {told.stopped}"
-        findings.add(9, text, [log[told.folded].seq])
+        findings.add(9, text, [told.stopped_at])
         return
     if (judged.folded, judged.world) == (told.folded, told.world):
         return
     difference = _difference(judged.world, told.world)
-    if judged.voids and _refold(log[: told.folded], start) == told.world:
+    if judged.voids and _refold(islice(log, told.folded), start) == told.world:
         findings.add(11, f"void events changed the world's {difference}", judged.voids)
     else:
         text = f"replayed to LOG {told.world.seq}, the world differs in {difference}"
@@ -219,11 +268,11 @@ def _difference(one: World, other: World) -> str:
 # -- figures
 
 
-def _audit(world: World, ledger: Ledger, void_events: int, log_events: int) -> Audit:
-    answers, findings = ledger.answers, ledger.findings
+def _audit(world: World, ledger: Ledger, findings: Findings, void_events: int, log_events: int) -> Audit:
+    answers = ledger.answers
     engines = dict.fromkeys(sorted(ledger.engines), 0)
     for answer in answers.by_id.values():
-        engines[answer.event.engine] = engines.get(answer.event.engine, 0) + 1
+        engines[answer.engine] = engines.get(answer.engine, 0) + 1
     return Audit(
         violations=tuple(findings.violations),
         void_events=void_events,
@@ -247,7 +296,7 @@ def _rewards(ledger: Ledger) -> dict[str, Rewards]:
     scores: dict[str, list[float]] = {}
     for record, feedback in ledger.answers.first.items():
         if answer := ledger.answers.by_id.get(record):
-            scores.setdefault(answer.event.load_id, []).append(feedback.event.score)
+            scores.setdefault(answer.load_id, []).append(feedback.event.score)
     return {load_id: Rewards(len(found), sum(found) / len(found)) for load_id, found in scores.items()}
 
 
@@ -255,10 +304,10 @@ def _final(ledger: Ledger) -> Final:
     scores: list[float] = []
     engines: dict[str, int] = {}
     for record, answer in ledger.answers.by_id.items():
-        feedback, event = ledger.answers.first.get(record), answer.event
-        if feedback and event.load_id == ledger.head and event.tags.get("phase") == FINAL:
+        feedback = ledger.answers.first.get(record) if answer.final and answer.load_id == ledger.head else None
+        if feedback:
             scores.append(feedback.event.score)
-            engines[event.engine] = engines.get(event.engine, 0) + 1
+            engines[answer.engine] = engines.get(answer.engine, 0) + 1
     mean = sum(scores) / len(scores) if scores else None
     return Final(load_id=ledger.head, n=len(scores), mean=mean, engines=engines)
 

@@ -28,9 +28,9 @@ from reef_bus.core.invariants import (
     examine,
 )
 from reef_bus.core.start import Start
-from reef_bus.envelope import Line, from_json, read_line, recorded_on, to_json
+from reef_bus.envelope import decode_line, from_json, to_json
 from reef_bus.errors import ContractError, Rejected, Unavailable
-from reef_bus.events import Event, JobDispatched, Recorded
+from reef_bus.events import CATALOGUE, JobDispatched, Recorded
 from reef_bus.journal import LOG, RECORDS, Journal
 from reef_bus.origin import nowhere, start_of
 from reef_bus.runner import blocking
@@ -39,12 +39,8 @@ from reef_bus.topology import FAMILIES
 
 BATCH, START = "BATCH", "START"
 LOG_LINE, BATCH_LINE = b'{"stream":"LOG",', b'{"stream":"BATCH",'  # as `write_export` begins one
-HOMES = {family.name: family.stream for family in FAMILIES.values()}
+HOMES = {event: FAMILIES[event.family].stream for event in CATALOGUE.values()}
 CUT_TRIES = 100  # a head costs a round trip, and LOG moves a few times a second
-
-
-Found = Line[str, Event] | Recorded | Consumption | Unread | Start
-"""What one line of an export holds."""
 
 
 class _Digest(msgspec.Struct):
@@ -194,8 +190,8 @@ def read_export(path: Path | str) -> History:
     start: Start | None = None
     for number, line in _numbered(path):
         stream, found = _read(path, number, line)
-        if isinstance(found, Line | Recorded):
-            streams[stream].append(_recorded(found))
+        if isinstance(found, Recorded):
+            streams[stream].append(found)
         elif isinstance(found, Start):
             start = found
         else:
@@ -204,21 +200,22 @@ def read_export(path: Path | str) -> History:
 
 
 class _Log(msgspec.Struct):
-    """LOG of an export, still as text: each event is read where it is wanted, and forgotten there. To keep them all
-    takes longer than to read them."""
+    """LOG of an export, still as text: an event is read where it is judged, and forgotten there. To keep all of them
+    would take longer than to read them."""
 
     path: Path | str
     lines: list[tuple[int, bytes]] = []
 
     def __iter__(self) -> Iterator[Recorded]:
         for number, line in self.lines:
-            _, found = _read(self.path, number, line)
-            assert isinstance(found, Line | Recorded)  # other lines are not kept here
-            yield _recorded(found)
+            stream, found = _read(self.path, number, line)
+            if stream != LOG or not isinstance(found, Recorded):
+                raise ContractError(f"{self.path}, line {number}: it names more than one stream")
+            yield found
 
 
 class _Sifted(msgspec.Struct):
-    """An export for `examine`: of RECORDS only what it needs."""
+    """An export as `examine` takes it: of RECORDS nothing but what the audit needs."""
 
     log: _Log
     answers: Answers
@@ -243,14 +240,15 @@ def _sift(path: Path | str) -> _Sifted:
 
 def _put(sifted: _Sifted, number: int, line: bytes) -> None:
     stream, found = _read(sifted.log.path, number, line)
-    if isinstance(found, Start):
+    if isinstance(found, Recorded):
+        if stream == RECORDS:
+            enter(sifted.answers, found.seq, found.event)
+        else:
+            sifted.log.lines.append((number, line))  # in another form than `write_export` gives it
+    elif isinstance(found, Start):
         sifted.start = found
-    elif isinstance(found, Consumption | Unread):
-        sifted.batches[stream] = found
-    elif stream == RECORDS:
-        enter(sifted.answers, found.seq, found.event)
     else:
-        sifted.log.lines.append((number, line))  # in another form than `write_export` gives it
+        sifted.batches[stream] = found
 
 
 def _numbered(path: Path | str) -> Iterator[tuple[int, bytes]]:
@@ -261,30 +259,15 @@ def _numbered(path: Path | str) -> Iterator[tuple[int, bytes]]:
         raise Rejected(f"cannot read {path}: {error.strerror}; `reef-bus export -o FILE` writes one", 404) from error
 
 
-def _recorded(found: Line[str, Event] | Recorded) -> Recorded:
-    return found if isinstance(found, Recorded) else recorded_on(found)
-
-
-def _read(path: Path | str, number: int, line: bytes) -> tuple[str, Found]:
-    """What a line holds: the stream and its event, a batch under its digest, the log's start; or what is wrong."""
+def _read(path: Path | str, number: int, line: bytes) -> tuple[str, Recorded | Consumption | Unread | Start]:
+    """What a line holds: its stream and the event there, a batch under its digest, the start; or what is wrong."""
     try:
-        stream, found = _batch_line(line) or _event_line(line) or _read_line(line)
-        if isinstance(found, Line | Recorded):
-            _check_home(stream, found)
+        stream, found = decode_line(line) or _batch_line(line) or _read_line(line)
+        if isinstance(found, Recorded) and HOMES[type(found.event)] != stream:
+            raise ContractError(f"{found.name} is on {stream}; it belongs on {HOMES[type(found.event)]}", found.seq)
         return stream, found
     except ContractError as error:
         raise ContractError(f"{path}, line {number}: {error}", error.seq) from error
-
-
-def _check_home(stream: str, found: Line[str, Event] | Recorded) -> None:
-    home = HOMES[found.event.family]
-    if stream != home:
-        raise ContractError(f"{type(found.event).__name__} is on {stream}; it belongs on {home}", found.seq)
-
-
-def _event_line(line: bytes) -> tuple[str, Line[str, Event]] | None:
-    found = read_line(line)
-    return (found.stream, found) if found else None
 
 
 def _batch_line(line: bytes) -> tuple[str, Consumption] | None:
@@ -298,7 +281,7 @@ def _batch_line(line: bytes) -> tuple[str, Consumption] | None:
 
 
 def _read_line(line: bytes) -> tuple[str, Recorded | Consumption | Unread | Start]:
-    """A line of any form: its stream and the event there, a batch under its digest, the start; or what is wrong."""
+    """A line of any form, or what is wrong with it."""
     value = _object(line)
     stream = value.get("stream")
     if stream == BATCH:

@@ -96,7 +96,7 @@ def _evolve(world: World, recorded: Recorded) -> None:
             if type(event) is TargetPersisted:
                 membership.forget_attempts(world.membership)
             publication.evolve(world.publications, recorded)
-            if isinstance(event, EngineExcluded | TransferAborted | PublicationHalted):
+            if type(event) in EXCLUDING:
                 _cast_out(world, recorded.time)
         case "engine":
             membership.evolve(world.membership, recorded)
@@ -113,6 +113,9 @@ def _evolve(world: World, recorded: Recorded) -> None:
     if world.requests:
         requests.answered(world.requests, event)
         _overtake(world)
+
+
+EXCLUDING = frozenset((EngineExcluded, TransferAborted, PublicationHalted))
 
 
 def _begin(world: World, start: Start) -> None:

@@ -95,9 +95,9 @@ def enter(answers: Answers, seq: int, event: Event) -> None:
     if seq != answers.last + 1:
         answers.findings.add("gap", f"RECORDS goes on at {seq}; expected {answers.last + 1}", records=[seq])
     answers.last = seq
-    if isinstance(event, InferenceRecorded):
+    if type(event) is InferenceRecorded:
         _answer(answers, seq, event)
-    elif isinstance(event, ReportReceived):
+    elif type(event) is ReportReceived:
         _report(answers, Feedback(seq, event))
 
 

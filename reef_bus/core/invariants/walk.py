@@ -28,6 +28,9 @@ from reef_bus.errors import ContractError
 from reef_bus.events import Recorded
 
 
+HANDFUL = 64  # events that both readings take in turn: one at a time, each drives the other from the processor's caches
+
+
 class Judgement(msgspec.Struct):
     """The first reading: the world that it came to, the events that it passed over, why it had to stop, if it did, and
     at which event. The log begins after `begin`; `waiting` are the answers that are not judged yet, the next one last.
@@ -44,11 +47,13 @@ class Judgement(msgspec.Struct):
 
 
 class Account(msgspec.Struct):
-    """The second reading: the world that it came to, and why it had to stop, if it did, and at which event."""
+    """The second reading: the world that it came to, and why it had to stop, if it did, and at which event. The next
+    `snapshot` is due when that many events are folded."""
 
     ledger: Ledger
     world: World
     folded: int = 0
+    snapshot: int = 1
     stopped: str = ""
     stopped_at: int = 0
 
@@ -73,12 +78,11 @@ def examine(log: Iterable[Recorded], answers: Answers, batches: Batches | None, 
     if start is not None:
         seed(ledger, start)
     told, events = Account(ledger, World(start=start)), 0
-    for recorded in log:
-        events += 1
-        if not judged.stopped:
-            _judge_next(judged, recorded)
-        if not told.stopped:
-            _account_next(told, recorded)
+    unread = iter(log)
+    while handful := tuple(islice(unread, HANDFUL)):
+        events += len(handful)
+        _judge_some(judged, handful)
+        _account_some(told, handful)
     _judge_rest(judged, events)
     _check_drains(ledger)
     findings.extend(ledger.findings)
@@ -91,11 +95,18 @@ def examine(log: Iterable[Recorded], answers: Answers, batches: Batches | None, 
 # -- the first reading: fold what counts, and judge the answers
 
 
+def _judge_some(judged: Judgement, handful: Iterable[Recorded]) -> None:
+    for recorded in handful:
+        if not judged.stopped:
+            _judge_next(judged, recorded)
+
+
 def _judge_next(judged: Judgement, recorded: Recorded) -> None:
     """Fold the event if it is not void, as if nothing else had ever been stored. Answers come in where they say that
     they were given."""
-    _judge_before(judged, recorded.seq)
-    world = judged.world
+    world, waiting = judged.world, judged.waiting
+    if waiting and waiting[-1].as_of < recorded.seq:
+        _judge_before(judged, recorded.seq)
     expected = (world.seq or judged.begin) + 1
     if recorded.seq != expected:
         judged.findings.add("gap", f"LOG goes on at {recorded.seq}; expected {expected}", [recorded.seq])
@@ -199,11 +210,18 @@ def _why_not(world: World, answer: Answer) -> str:
 # -- the second reading: fold everything, keep the ledger
 
 
+def _account_some(told: Account, handful: Iterable[Recorded]) -> None:
+    for recorded in handful:
+        if not told.stopped:
+            _account_next(told, recorded)
+
+
 def _account_next(told: Account, recorded: Recorded) -> None:
-    """Fold the event, from a snapshot each time that the log is twice as long: a contradiction may be anywhere. The
-    ledger gets what is not void."""
-    if not told.folded & (told.folded - 1):
+    """Fold the event, from a snapshot each time that the log is four times as long: a contradiction may be anywhere.
+    The ledger gets what is not void."""
+    if told.folded == told.snapshot:
         told.world = msgspec.msgpack.decode(msgspec.msgpack.encode(told.world), type=World)
+        told.snapshot *= 4
     try:
         void = fold(told.world, recorded)
     except ContractError as error:  # no consumer folds past it, so neither do we

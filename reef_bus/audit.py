@@ -28,7 +28,7 @@ from reef_bus.core.invariants import (
     examine,
 )
 from reef_bus.core.start import Start
-from reef_bus.envelope import decode_line, from_json, to_json
+from reef_bus.envelope import decode_line, from_json, recorded_on, to_json
 from reef_bus.errors import ContractError, Rejected, Unavailable
 from reef_bus.events import CATALOGUE, JobDispatched, Recorded
 from reef_bus.journal import LOG, RECORDS, Journal
@@ -229,7 +229,7 @@ def _sift(path: Path | str) -> _Sifted:
         for number, line in _numbered(path):
             if line.startswith(LOG_LINE):
                 sifted.log.lines.append((number, line))
-            else:
+            elif not _enter(sifted.answers, line):
                 _put(sifted, number, line)
     except (ContractError, Rejected):
         for _ in sifted.log:  # what is wrong further up is named first
@@ -238,7 +238,20 @@ def _sift(path: Path | str) -> _Sifted:
     return sifted
 
 
+def _enter(answers: Answers, line: bytes) -> bool:
+    """Take up an event of RECORDS. False for every other line, also for one with which something is wrong."""
+    try:
+        found = decode_line(line)
+    except ContractError:
+        return False
+    if found is None or found.stream != RECORDS or HOMES[type(found.event)] != RECORDS:
+        return False
+    enter(answers, found.seq, found.event)
+    return True
+
+
 def _put(sifted: _Sifted, number: int, line: bytes) -> None:
+    """A line of any other kind or form; raises what is wrong with it."""
     stream, found = _read(sifted.log.path, number, line)
     if isinstance(found, Recorded):
         if stream == RECORDS:
@@ -262,12 +275,17 @@ def _numbered(path: Path | str) -> Iterator[tuple[int, bytes]]:
 def _read(path: Path | str, number: int, line: bytes) -> tuple[str, Recorded | Consumption | Unread | Start]:
     """What a line holds: its stream and the event there, a batch under its digest, the start; or what is wrong."""
     try:
-        stream, found = decode_line(line) or _batch_line(line) or _read_line(line)
+        stream, found = _event_line(line) or _batch_line(line) or _read_line(line)
         if isinstance(found, Recorded) and HOMES[type(found.event)] != stream:
             raise ContractError(f"{found.name} is on {stream}; it belongs on {HOMES[type(found.event)]}", found.seq)
         return stream, found
     except ContractError as error:
         raise ContractError(f"{path}, line {number}: {error}", error.seq) from error
+
+
+def _event_line(line: bytes) -> tuple[str, Recorded] | None:
+    found = decode_line(line)
+    return (found.stream, recorded_on(found)) if found else None
 
 
 def _batch_line(line: bytes) -> tuple[str, Consumption] | None:

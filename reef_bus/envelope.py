@@ -30,11 +30,18 @@ _CURRENT = {f"reef.{name}.v{cls.version}": _DECODERS[name] for name, cls in CATA
 """By `ce-type`: what today's writers write, and nearly all that is ever read."""
 
 
+_KEYS = {
+    "seq": "sequence",
+    "time": "timens",
+    "cause": "causationid",
+    "correlation": "correlationid",
+    "event": "data",
+}
 Kind = TypeVar("Kind")
 Data = TypeVar("Data")
 
 
-class Line(msgspec.Struct, Generic[Kind, Data], frozen=True, gc=False, rename={"seq": "sequence", "time": "timens"}):
+class Line(msgspec.Struct, Generic[Kind, Data], frozen=True, gc=False, rename=_KEYS):
     """One event of an export as `to_json` gives it, beside the name of its stream."""
 
     stream: Literal["LOG", "RECORDS"]
@@ -46,10 +53,10 @@ class Line(msgspec.Struct, Generic[Kind, Data], frozen=True, gc=False, rename={"
     seq: int
     time: int
     prev: int
-    causationid: int
-    correlationid: str
+    cause: int
+    correlation: str
     boot: str
-    data: Data
+    event: Data
 
 
 _TYPE_KEY = b'"type":"'
@@ -184,26 +191,31 @@ def to_json(recorded: Recorded) -> dict[str, Any]:
     }
 
 
-def decode_line(line: bytes) -> tuple[str, Recorded] | None:
-    """An export's line in the form that `write_export` gives it: the stream's name and the event. None for any other
-    line, which may yet be one for `from_json`. Raises ContractError like `decode`."""
+def decode_line(line: bytes) -> Line[str, Event] | None:
+    """An export's line in the form that `write_export` gives it. None for any other line, which may yet be one for
+    `from_json`. Raises ContractError like `decode`."""
     try:
         text = line if line.isascii() else line.decode()  # what is passed over must be text, too
         found = _read_whole(line, text) or _read_in_two(text)
     except (msgspec.MsgspecError, UnicodeError, RecursionError):
         return None
-    _check_subject(found.seq, found.subject, found.data)
-    return found.stream, Recorded(
-        seq=found.seq,
-        time=found.time,
-        subject=found.subject,
-        id=found.id,
-        prev=found.prev,
-        cause=found.causationid,
-        correlation=found.correlationid,
-        writer=found.source.removeprefix(SOURCE),
-        boot=found.boot,
-        event=found.data,
+    _check_subject(found.seq, found.subject, found.event)
+    return found
+
+
+def recorded_on(line: Line[str, Event]) -> Recorded:
+    """The event of a line as its stream holds it."""
+    return Recorded(
+        seq=line.seq,
+        time=line.time,
+        subject=line.subject,
+        id=line.id,
+        prev=line.prev,
+        cause=line.cause,
+        correlation=line.correlation,
+        writer=line.source.removeprefix(SOURCE),
+        boot=line.boot,
+        event=line.event,
     )
 
 
@@ -220,8 +232,8 @@ def _read_whole(line: bytes, text: bytes | str) -> Line[str, Event] | None:
 def _read_in_two(text: bytes | str) -> Line[str, Event]:
     """The envelope first, so that whoever cannot read the payload can say of which event it is."""
     found = _ANY_LINE.decode(text)
-    event = _decode_event(found.seq, found.subject, found.type, found.data)
-    return Line(**{**{name: getattr(found, name) for name in Line.__struct_fields__}, "data": event})
+    event = _decode_event(found.seq, found.subject, found.type, found.event)
+    return Line(**{**{name: getattr(found, name) for name in Line.__struct_fields__}, "event": event})
 
 
 def from_json(line: Mapping[str, Any]) -> Recorded:

@@ -6,7 +6,7 @@ Knows: answers, reports, what a batch says of itself. Must not know: tokens, eng
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from sys import intern
 
 import msgspec
@@ -17,7 +17,7 @@ from reef_bus.events import Event, InferenceRecorded, JobDispatched, Recorded, R
 FINAL = "final"  # the value of the tag `phase` by which a harness marks the answers of its last measurement
 
 
-class Trained(msgspec.Struct, frozen=True, array_like=True):
+class Trained(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """One sample of a batch without its tokens: which record, by which load id, at which reward."""
 
     record: str
@@ -25,7 +25,7 @@ class Trained(msgspec.Struct, frozen=True, array_like=True):
     reward: float
 
 
-class Consumption(msgspec.Struct, frozen=True, kw_only=True):
+class Consumption(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """What a job's batch says: its commit context, the records (id, RECORDS sequence), the samples made of them."""
 
     job: str
@@ -45,9 +45,17 @@ Batches = Mapping[str, Consumption | Unread]
 """By the digest that `JobDispatched` names."""
 
 
-class Answer(msgspec.Struct, frozen=True, gc=False):
+class Feedback(msgspec.Struct, frozen=True, gc=False):
+    """A report and where it is in RECORDS."""
+
+    seq: int
+    event: ReportReceived
+
+
+class Answer(msgspec.Struct, gc=False):
     """What the audit keeps of an answer: its place in RECORDS, what it says of its generation, whether it is tagged
-    `phase: final`. Not its text, which is most of it: what is forgotten at once is read three times as fast."""
+    `phase: final`; its first report, which is the one that counts, and the LOG sequence of the job that took it. Not
+    its text, which is most of it: to keep that takes longer than to read it."""
 
     seq: int
     record: str
@@ -57,26 +65,22 @@ class Answer(msgspec.Struct, frozen=True, gc=False):
     as_of: int
     done_as_of: int
     final: bool
-
-
-class Feedback(msgspec.Struct, frozen=True, gc=False):
-    """A report and where it is in RECORDS."""
-
-    seq: int
-    event: ReportReceived
+    report: Feedback | None = None
+    consumed: int = 0
 
 
 class Answers(msgspec.Struct):
-    """RECORDS by id, up to `last`. `first` is each record's first report, the one that counts; `consumed` the LOG
-    sequence of the job that took each record. Up to LOG `begin`, jobs of the log's predecessor had taken RECORDS up to
-    `floor`, or given them up, and `taken` above it."""
+    """RECORDS by id, up to `last`; `consumed` of them by jobs. `early` are the first reports on records that are not
+    there yet, `lost` what jobs consumed that was never there, and by which one. Up to LOG `begin`, jobs of the log's
+    predecessor had taken RECORDS up to `floor`, or given them up, and `taken` above it."""
 
     findings: Findings
     last: int = 0
     by_id: dict[str, Answer] = {}
     reports: dict[str, Feedback] = {}
-    first: dict[str, Feedback] = {}
-    consumed: dict[str, int] = {}
+    early: dict[str, Feedback] = {}
+    consumed: int = 0
+    lost: dict[str, int] = {}
     begin: int = 0
     floor: int = 0
     taken: frozenset[int] = frozenset()
@@ -116,6 +120,7 @@ def _answer(answers: Answers, seq: int, event: InferenceRecorded) -> None:
         event.as_of,
         event.done_as_of,
         event.tags.get("phase") == FINAL,
+        answers.early.pop(event.record, None),
     )
 
 
@@ -126,10 +131,13 @@ def _report(answers: Answers, feedback: Feedback) -> None:
         text = f"report {report.report} says something else at {seq} than at {before.seq}; a report is never changed"
         answers.findings.add("report", text, records=[before.seq, seq])
     for record in report.references:
-        if record not in answers.by_id:
+        answer = answers.by_id.get(record)
+        if answer is None:
             text = f"report {report.report} at {seq} names record {record}; expected one recorded before it"
             answers.findings.add("report", text, records=[seq])
-        answers.first.setdefault(record, feedback)
+            answers.early.setdefault(record, feedback)
+        elif answer.report is None:
+            answer.report = feedback
 
 
 def consume(answers: Answers, batches: Batches, seq: int, event: JobDispatched, findings: Findings) -> None:
@@ -149,24 +157,34 @@ def consume(answers: Answers, batches: Batches, seq: int, event: JobDispatched, 
     _check_samples(answers, seq, batch, findings)
 
 
-def _spend(answers: Answers, seq: int, record: str, at: int) -> Iterator[str]:
-    answer, feedback, before = answers.by_id.get(record), answers.first.get(record), answers.consumed.get(record)
+def _spend(answers: Answers, seq: int, record: str, at: int) -> list[str]:
+    """Enter that the job at LOG `seq` consumes the record; returns what is wrong with that."""
+    answer = answers.by_id.get(record)
+    wrong: list[str] = []
+    before = answer.consumed if answer else answers.lost.get(record)
     if before:
-        yield "named twice in its batch" if before == seq else f"which the job at LOG {before} had consumed"
+        wrong.append("named twice in its batch" if before == seq else f"which the job at LOG {before} had consumed")
     elif at <= answers.floor or at in answers.taken:
-        yield f"which a job up to LOG {answers.begin}, before this log began, had consumed or given up"
-    answers.consumed[record] = seq
-    if answer is None:
-        yield "which was never recorded"
-        return
+        wrong.append(f"which a job up to LOG {answers.begin}, before this log began, had consumed or given up")
+    if answer:
+        answers.consumed += not before
+        answer.consumed = seq
+        _check_fitness(answer, seq, at, wrong)
+    else:
+        answers.lost[record] = seq
+        wrong.append("which was never recorded")
+    return wrong
+
+
+def _check_fitness(answer: Answer, seq: int, at: int, wrong: list[str]) -> None:
     if answer.seq != at:
-        yield f"which is recorded at {answer.seq}"
+        wrong.append(f"which is recorded at {answer.seq}")
     if answer.done_as_of >= seq:
-        yield f"which was still generated at LOG {answer.done_as_of}, not before its consumption at {seq}"
-    if feedback is None:
-        yield "which nobody reported on"
-    elif _excused(feedback.event):
-        yield f"which report {feedback.event.report} keeps from training"
+        wrong.append(f"which was still generated at LOG {answer.done_as_of}, not before its consumption at {seq}")
+    if answer.report is None:
+        wrong.append("which nobody reported on")
+    elif _excused(answer.report.event):
+        wrong.append(f"which report {answer.report.event.report} keeps from training")
 
 
 def _excused(report: ReportReceived) -> bool:
@@ -181,10 +199,10 @@ def _check_samples(answers: Answers, seq: int, batch: Consumption, findings: Fin
         wrong = ", ".join(sorted({*(less - more), *(more - less)})[:MAX_SEQUENCES])
         findings.add(6, f"job {batch.job} does not train on exactly what it consumes, each once: {wrong}", [seq])
     for sample in batch.samples:
-        answer, feedback = answers.by_id.get(sample.record), answers.first.get(sample.record)
-        if not answer or not feedback:
+        answer = answers.by_id.get(sample.record)
+        if answer is None or answer.report is None:
             continue
-        said, found = (sample.load_id, sample.reward), (answer.load_id, feedback.event.score)
-        if said != found:
+        if sample.load_id != answer.load_id or sample.reward != answer.report.event.score:
+            said, found = (sample.load_id, sample.reward), (answer.load_id, answer.report.event.score)
             text = f"job {batch.job} trains on {sample.record} as (load id, reward) {said}, recorded as {found}"
-            findings.add("reward", text, [seq], [answer.seq, feedback.seq])
+            findings.add("reward", text, [seq], [answer.seq, answer.report.seq])

@@ -11,7 +11,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterable
 from itertools import islice
-from math import inf
+from math import fsum, inf
 from operator import attrgetter
 
 import msgspec
@@ -26,7 +26,6 @@ from reef_bus.core.void import Tail
 from reef_bus.core.world import World, fold, ignored
 from reef_bus.errors import ContractError
 from reef_bus.events import Recorded
-
 
 HANDFUL = 64  # events that both readings take in turn: one at a time, each drives the other from the processor's caches
 
@@ -301,7 +300,7 @@ def _audit(world: World, ledger: Ledger, findings: Findings, void_events: int, l
         releases_with_base=ledger.commits + (BASE in ledger.contents),
         receivers_verified=ledger.proofs,
         jobs=ledger.jobs,
-        consumed=len(answers.consumed),
+        consumed=answers.consumed + len(answers.lost),
         engines=engines,
         rewards=_rewards(ledger),
         final=_final(ledger),
@@ -312,21 +311,20 @@ def _audit(world: World, ledger: Ledger, findings: Findings, void_events: int, l
 
 def _rewards(ledger: Ledger) -> dict[str, Rewards]:
     scores: dict[str, list[float]] = {}
-    for record, feedback in ledger.answers.first.items():
-        if answer := ledger.answers.by_id.get(record):
-            scores.setdefault(answer.load_id, []).append(feedback.event.score)
-    return {load_id: Rewards(len(found), sum(found) / len(found)) for load_id, found in scores.items()}
+    for answer in ledger.answers.by_id.values():
+        if answer.report:
+            scores.setdefault(answer.load_id, []).append(answer.report.event.score)
+    return {load_id: Rewards(len(found), fsum(found) / len(found)) for load_id, found in scores.items()}
 
 
 def _final(ledger: Ledger) -> Final:
     scores: list[float] = []
     engines: dict[str, int] = {}
-    for record, answer in ledger.answers.by_id.items():
-        feedback = ledger.answers.first.get(record) if answer.final and answer.load_id == ledger.head else None
-        if feedback:
-            scores.append(feedback.event.score)
+    for answer in ledger.answers.by_id.values():
+        if answer.final and answer.report and answer.load_id == ledger.head:
+            scores.append(answer.report.event.score)
             engines[answer.engine] = engines.get(answer.engine, 0) + 1
-    mean = sum(scores) / len(scores) if scores else None
+    mean = fsum(scores) / len(scores) if scores else None
     return Final(load_id=ledger.head, n=len(scores), mean=mean, engines=engines)
 
 

@@ -321,7 +321,7 @@ def _start(value: Mapping[str, Any]) -> Start:
 def _object(line: bytes) -> dict[str, Any]:
     try:
         return msgspec.json.decode(line, type=dict[str, Any])
-    except (msgspec.MsgspecError, UnicodeError) as error:
+    except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
         if not line.endswith(b"\n"):
             raise ContractError("the last line is cut off; export again, or remove it") from error
         raise ContractError(f"{error}; expected one JSON object, as `reef-bus export` writes it") from error

@@ -16,13 +16,13 @@ from typing import Any, Generic, Literal, TypeVar
 import msgspec
 
 from reef_bus.errors import ContractError
-from reef_bus.events import CATALOGUE, Draft, Event, InferenceRecorded, Recorded, ReportReceived
+from reef_bus.events import CATALOGUE, WHOLE, Draft, Event, InferenceRecorded, Recorded, ReportReceived
 from reef_bus.topology import parse
 from reef_bus.upcast import upcast
 
 SPEC_VERSION = "1.0"
 SOURCE = "/reef/"
-_TYPE = re.compile(r"reef\.([A-Za-z]+)\.v([0-9]{1,4})")
+_TYPE = re.compile(r"reef\.([A-Za-z]+)\.v([1-9][0-9]{0,3})")
 
 _ENCODER = msgspec.json.Encoder(order="deterministic")
 _DECODERS = {name: msgspec.json.Decoder(cls) for name, cls in CATALOGUE.items()}
@@ -135,15 +135,17 @@ def decode(seq: int, time: int, subject: str, header: Mapping[str, str], body: b
 
 def _check_subject(seq: int, subject: str, event: Event) -> None:
     """Permissions are granted by subject: an event that stands under another one than its own was never permitted."""
-    if event.key != _key_there(subject, type(event)):
+    field, key = _key_there(subject, type(event))
+    if (getattr(event, field) if field else WHOLE) != key:  # `event.key`, of which every reader of a log asks so often
         raise ContractError(f"event {seq} on {subject} is {type_of(event)} of {event.family} {event.key}", seq)
 
 
 @lru_cache(maxsize=4096)  # as many as `parse` keeps
-def _key_there(subject: str, kind: type[Event]) -> str | None:
-    """The key of an event of that kind that stands under the subject; None if none can."""
-    _, family, id_, name = parse(subject)
-    return id_ if (name, family) == (kind.__name__, kind.family) else None
+def _key_there(subject: str, kind: type[Event]) -> tuple[str, str | None]:
+    """The field that is the subject's id, and what an event of that kind holds there; None if none can stand there."""
+    found = parse(subject)
+    fits = (found.name, found.family) == (kind.__name__, kind.family)
+    return kind.id_field, found.id if fits else None
 
 
 def _decode_event(seq: int, subject: str, type_name: str, body: bytes | msgspec.Raw) -> Event:

@@ -28,9 +28,9 @@ from reef_bus.core.invariants import (
     examine,
 )
 from reef_bus.core.start import Start
-from reef_bus.envelope import decode_line, from_json, recorded_on, to_json
+from reef_bus.envelope import Line, decode_line, from_json, recorded_on, to_json
 from reef_bus.errors import ContractError, Rejected, Unavailable
-from reef_bus.events import CATALOGUE, JobDispatched, Recorded
+from reef_bus.events import CATALOGUE, Event, JobDispatched, Recorded
 from reef_bus.journal import LOG, RECORDS, Journal
 from reef_bus.origin import nowhere, start_of
 from reef_bus.runner import blocking
@@ -208,10 +208,14 @@ class _Log(msgspec.Struct):
 
     def __iter__(self) -> Iterator[Recorded]:
         for number, line in self.lines:
-            stream, found = _read(self.path, number, line)
-            if stream != LOG or not isinstance(found, Recorded):
-                raise ContractError(f"{self.path}, line {number}: it names more than one stream")
-            yield found
+            quick = _plain(line, LOG)
+            yield recorded_on(quick) if quick else self._read(number, line)
+
+    def _read(self, number: int, line: bytes) -> Recorded:
+        stream, found = _read(self.path, number, line)
+        if stream != LOG or not isinstance(found, Recorded):
+            raise ContractError(f"{self.path}, line {number}: it names more than one stream")
+        return found
 
 
 class _Sifted(msgspec.Struct):
@@ -229,7 +233,9 @@ def _sift(path: Path | str) -> _Sifted:
         for number, line in _numbered(path):
             if line.startswith(LOG_LINE):
                 sifted.log.lines.append((number, line))
-            elif not _enter(sifted.answers, line):
+            elif quick := _plain(line, RECORDS):
+                enter(sifted.answers, quick.seq, quick.event)
+            else:
                 _put(sifted, number, line)
     except (ContractError, Rejected):
         for _ in sifted.log:  # what is wrong further up is named first
@@ -238,16 +244,13 @@ def _sift(path: Path | str) -> _Sifted:
     return sifted
 
 
-def _enter(answers: Answers, line: bytes) -> bool:
-    """Take up an event of RECORDS. False for every other line, also for one with which something is wrong."""
+def _plain(line: bytes, stream: str) -> Line[str, Event] | None:
+    """An event of that stream as `write_export` writes it. None for every other line, also for one that is wrong."""
     try:
         found = decode_line(line)
     except ContractError:
-        return False
-    if found is None or found.stream != RECORDS or HOMES[type(found.event)] != RECORDS:
-        return False
-    enter(answers, found.seq, found.event)
-    return True
+        return None
+    return found if found and found.stream == stream == HOMES[type(found.event)] else None
 
 
 def _put(sifted: _Sifted, number: int, line: bytes) -> None:

@@ -27,7 +27,7 @@ from reef_bus.core.world import World, fold, ignored
 from reef_bus.errors import ContractError
 from reef_bus.events import Recorded
 
-HANDFUL = 64  # events that both readings take in turn: one at a time, each drives the other from the processor's caches
+HANDFUL = 1024  # events that both readings take in turn: one by one, each drives the other out of the processor's caches
 
 
 class Judgement(msgspec.Struct):

@@ -2,8 +2,8 @@
 
 Knows: the fold, the serving rule, the ledger. Must not know: where a history comes from.
 One reading judges answers, and has never heard of an event that is void; the other one keeps the ledger, folds what is
-void, too, and goes through snapshots. Equal worlds are at once the proof of invariants 9 and 11. Both take each event
-in turn, while it is at hand, and keep nothing of it: a log of any length needs little more memory than its world.
+void, too, and goes through snapshots. Equal worlds are at once the proof of invariants 9 and 11. Both take the same
+events in turn, a handful at a time, and keep none of them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from reef_bus.core.world import World, fold, ignored
 from reef_bus.errors import ContractError
 from reef_bus.events import Recorded
 
-HANDFUL = 1024  # events that both readings take in turn: one by one, each drives the other out of the processor's caches
+HANDFUL = 1024  # events that both readings take in turn: one by one, each drives the other out of the caches
 
 
 class Judgement(msgspec.Struct):

@@ -15,11 +15,22 @@ from typing import Any, TextIO
 import msgspec
 
 from reef_bus.artifacts import ArtifactStore
-from reef_bus.core.invariants import Audit, Batches, Consumption, Trained, Unread, check
+from reef_bus.core.invariants import (
+    Answers,
+    Audit,
+    Batches,
+    Consumption,
+    Findings,
+    Trained,
+    Unread,
+    check,
+    enter,
+    examine,
+)
 from reef_bus.core.start import Start
-from reef_bus.envelope import decode_line, from_json, to_json
+from reef_bus.envelope import Line, decode_line, from_json, recorded_on, to_json
 from reef_bus.errors import ContractError, Rejected, Unavailable
-from reef_bus.events import JobDispatched, Recorded
+from reef_bus.events import CATALOGUE, Event, JobDispatched, Recorded
 from reef_bus.journal import LOG, RECORDS, Journal
 from reef_bus.origin import nowhere, start_of
 from reef_bus.runner import blocking
@@ -27,8 +38,8 @@ from reef_bus.samples import Batch, decode_batch
 from reef_bus.topology import FAMILIES
 
 BATCH, START = "BATCH", "START"
-BATCH_LINE = b'{"stream":"BATCH",'  # as `write_export` begins one
-HOMES = {family.name: family.stream for family in FAMILIES.values()}
+LOG_LINE, BATCH_LINE = b'{"stream":"LOG",', b'{"stream":"BATCH",'  # as `write_export` begins one
+HOMES = {event: FAMILIES[event.family].stream for event in CATALOGUE.values()}
 CUT_TRIES = 100  # a head costs a round trip, and LOG moves a few times a second
 
 
@@ -120,8 +131,8 @@ def consumption(batch: Batch) -> Consumption:
 def audit_export(path: Path | str) -> Audit:
     """`check` of an export. Raises as `read_export` does."""
     with _without_collector():
-        found = read_export(path)
-        return check(found.log, found.records, found.batches, found.start)
+        found = _sift(path)
+        return examine(found.log, found.answers, found.batches or None, found.start)
 
 
 def audit_history(history: History) -> Audit:
@@ -178,31 +189,107 @@ def read_export(path: Path | str) -> History:
     streams: dict[str, list[Recorded]] = {LOG: [], RECORDS: []}
     batches: dict[str, Consumption | Unread] = {}
     start: Start | None = None
-    lines = 0
-    try:
-        with open(path, "rb") as file:
-            for line in file:
-                lines += 1
-                start = _take(line, streams, batches) or start
-    except OSError as error:
-        raise Rejected(f"cannot read {path}: {error.strerror}; `reef-bus export -o FILE` writes one", 404) from error
-    except ContractError as error:
-        raise ContractError(f"{path}, line {lines}: {error}", error.seq) from error
+    for number, line in _numbered(path):
+        stream, found = _read(path, number, line)
+        if isinstance(found, Recorded):
+            streams[stream].append(found)
+        elif isinstance(found, Start):
+            start = found
+        else:
+            batches[stream] = found
     return History(tuple(streams[LOG]), tuple(streams[RECORDS]), batches or None, start)
 
 
-def _take(line: bytes, streams: dict[str, list[Recorded]], batches: dict[str, Consumption | Unread]) -> Start | None:
-    """Put the line where it belongs; returns the log's start, when that is what it holds."""
-    stream, found = _batch_line(line) or decode_line(line) or _read_line(line)
-    if isinstance(found, Recorded):
-        if HOMES[found.event.family] != stream:
-            raise ContractError(f"{found.name} is on {stream}; it belongs on {HOMES[found.event.family]}", found.seq)
-        streams[stream].append(found)
-    elif isinstance(found, Start):
+class _Log(msgspec.Struct):
+    """LOG of an export, still as text: an event is read where it is judged, and forgotten there. To keep all of them
+    would take longer than to read them."""
+
+    path: Path | str
+    lines: list[tuple[int, bytes]] = []
+
+    def __iter__(self) -> Iterator[Recorded]:
+        for number, line in self.lines:
+            quick = _plain(line, LOG)
+            yield recorded_on(quick) if quick else self._read(number, line)
+
+    def _read(self, number: int, line: bytes) -> Recorded:
+        stream, found = _read(self.path, number, line)
+        if stream != LOG or not isinstance(found, Recorded):
+            raise ContractError(f"{self.path}, line {number}: it names more than one stream")
         return found
+
+
+class _Sifted(msgspec.Struct):
+    """An export as `examine` takes it: of RECORDS nothing but what the audit needs."""
+
+    log: _Log
+    answers: Answers
+    batches: dict[str, Consumption | Unread] = {}
+    start: Start | None = None
+
+
+def _sift(path: Path | str) -> _Sifted:
+    sifted = _Sifted(_Log(path), Answers(Findings()))
+    try:
+        for number, line in _numbered(path):
+            if line.startswith(LOG_LINE):
+                sifted.log.lines.append((number, line))
+            elif quick := _plain(line, RECORDS):
+                enter(sifted.answers, quick.seq, quick.event)
+            else:
+                _put(sifted, number, line)
+    except (ContractError, Rejected):
+        for _ in sifted.log:  # what is wrong further up is named first
+            pass
+        raise
+    return sifted
+
+
+def _plain(line: bytes, stream: str) -> Line[str, Event] | None:
+    """An event of that stream as `write_export` writes it. None for every other line, also for one that is wrong."""
+    try:
+        found = decode_line(line)
+    except ContractError:
+        return None
+    return found if found and found.stream == stream == HOMES[type(found.event)] else None
+
+
+def _put(sifted: _Sifted, number: int, line: bytes) -> None:
+    """A line of any other kind or form; raises what is wrong with it."""
+    stream, found = _read(sifted.log.path, number, line)
+    if isinstance(found, Recorded):
+        if stream == RECORDS:
+            enter(sifted.answers, found.seq, found.event)
+        else:
+            sifted.log.lines.append((number, line))  # in another form than `write_export` gives it
+    elif isinstance(found, Start):
+        sifted.start = found
     else:
-        batches[stream] = found
-    return None
+        sifted.batches[stream] = found
+
+
+def _numbered(path: Path | str) -> Iterator[tuple[int, bytes]]:
+    try:
+        with open(path, "rb") as file:
+            yield from enumerate(file, 1)
+    except OSError as error:
+        raise Rejected(f"cannot read {path}: {error.strerror}; `reef-bus export -o FILE` writes one", 404) from error
+
+
+def _read(path: Path | str, number: int, line: bytes) -> tuple[str, Recorded | Consumption | Unread | Start]:
+    """What a line holds: its stream and the event there, a batch under its digest, the start; or what is wrong."""
+    try:
+        stream, found = _event_line(line) or _batch_line(line) or _read_line(line)
+        if isinstance(found, Recorded) and HOMES[type(found.event)] != stream:
+            raise ContractError(f"{found.name} is on {stream}; it belongs on {HOMES[type(found.event)]}", found.seq)
+        return stream, found
+    except ContractError as error:
+        raise ContractError(f"{path}, line {number}: {error}", error.seq) from error
+
+
+def _event_line(line: bytes) -> tuple[str, Recorded] | None:
+    found = decode_line(line)
+    return (found.stream, recorded_on(found)) if found else None
 
 
 def _batch_line(line: bytes) -> tuple[str, Consumption] | None:
@@ -216,7 +303,7 @@ def _batch_line(line: bytes) -> tuple[str, Consumption] | None:
 
 
 def _read_line(line: bytes) -> tuple[str, Recorded | Consumption | Unread | Start]:
-    """A line of any form: its stream and the event there, a batch under its digest, the start; or what is wrong."""
+    """A line of any form, or what is wrong with it."""
     value = _object(line)
     stream = value.get("stream")
     if stream == BATCH:
@@ -238,7 +325,7 @@ def _start(value: Mapping[str, Any]) -> Start:
 def _object(line: bytes) -> dict[str, Any]:
     try:
         return msgspec.json.decode(line, type=dict[str, Any])
-    except (msgspec.MsgspecError, UnicodeError) as error:
+    except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
         if not line.endswith(b"\n"):
             raise ContractError("the last line is cut off; export again, or remove it") from error
         raise ContractError(f"{error}; expected one JSON object, as `reef-bus export` writes it") from error

@@ -10,18 +10,19 @@ import hashlib
 import re
 from collections.abc import Mapping
 from functools import lru_cache
-from typing import Any, Literal
+from types import GenericAlias
+from typing import Any, Generic, Literal, TypeVar
 
 import msgspec
 
 from reef_bus.errors import ContractError
-from reef_bus.events import CATALOGUE, Draft, Event, InferenceRecorded, Recorded, ReportReceived
+from reef_bus.events import CATALOGUE, WHOLE, Draft, Event, InferenceRecorded, Recorded, ReportReceived
 from reef_bus.topology import parse
 from reef_bus.upcast import upcast
 
 SPEC_VERSION = "1.0"
 SOURCE = "/reef/"
-_TYPE = re.compile(r"reef\.([A-Za-z]+)\.v([0-9]{1,4})")
+_TYPE = re.compile(r"reef\.([A-Za-z]+)\.v([1-9][0-9]{0,3})")
 
 _ENCODER = msgspec.json.Encoder(order="deterministic")
 _DECODERS = {name: msgspec.json.Decoder(cls) for name, cls in CATALOGUE.items()}
@@ -29,25 +30,43 @@ _CURRENT = {f"reef.{name}.v{cls.version}": _DECODERS[name] for name, cls in CATA
 """By `ce-type`: what today's writers write, and nearly all that is ever read."""
 
 
-class Line(msgspec.Struct, frozen=True, gc=False, rename={"seq": "sequence", "time": "timens"}):
-    """One event of an export as `to_json` gives it, beside the name of its stream; the payload is still bytes."""
+_KEYS = {
+    "seq": "sequence",
+    "time": "timens",
+    "cause": "causationid",
+    "correlation": "correlationid",
+    "event": "data",
+}
+Kind = TypeVar("Kind")
+Data = TypeVar("Data")
+
+
+class Line(msgspec.Struct, Generic[Kind, Data], frozen=True, gc=False, rename=_KEYS):
+    """One event of an export as `to_json` gives it, beside the name of its stream."""
 
     stream: Literal["LOG", "RECORDS"]
     specversion: str
     id: str
-    type: str
+    type: Kind
     source: str
     subject: str
     seq: int
     time: int
     prev: int
-    causationid: int
-    correlationid: str
+    cause: int
+    correlation: str
     boot: str
-    data: msgspec.Raw
+    event: Data
 
 
-_LINE = msgspec.json.Decoder(Line)
+_TYPE_KEY = b'"type":"'
+_LINES = {
+    name.encode(): msgspec.json.Decoder(GenericAlias(Line, (Literal[name], CATALOGUE[name.split(".")[1]])))
+    for name in _CURRENT
+}
+"""By the type that stands in a line: where that is known beforehand, a line and its payload are read in one go."""
+
+_ANY_LINE = msgspec.json.Decoder(Line[str, msgspec.Raw])
 
 
 def payload(event: Event) -> bytes:
@@ -116,15 +135,17 @@ def decode(seq: int, time: int, subject: str, header: Mapping[str, str], body: b
 
 def _check_subject(seq: int, subject: str, event: Event) -> None:
     """Permissions are granted by subject: an event that stands under another one than its own was never permitted."""
-    if event.key != _key_there(subject, type(event)):
+    field, key = _key_there(subject, type(event))
+    if (getattr(event, field) if field else WHOLE) != key:  # `event.key`, of which every reader of a log asks so often
         raise ContractError(f"event {seq} on {subject} is {type_of(event)} of {event.family} {event.key}", seq)
 
 
 @lru_cache(maxsize=4096)  # as many as `parse` keeps
-def _key_there(subject: str, kind: type[Event]) -> str | None:
-    """The key of an event of that kind that stands under the subject; None if none can."""
-    _, family, id_, name = parse(subject)
-    return id_ if (name, family) == (kind.__name__, kind.family) else None
+def _key_there(subject: str, kind: type[Event]) -> tuple[str, str | None]:
+    """The field that is the subject's id, and what an event of that kind holds there; None if none can stand there."""
+    found = parse(subject)
+    fits = (found.name, found.family) == (kind.__name__, kind.family)
+    return kind.id_field, found.id if fits else None
 
 
 def _decode_event(seq: int, subject: str, type_name: str, body: bytes | msgspec.Raw) -> Event:
@@ -172,27 +193,49 @@ def to_json(recorded: Recorded) -> dict[str, Any]:
     }
 
 
-def decode_line(line: bytes) -> tuple[str, Recorded] | None:
-    """An export's line in the form that `write_export` gives it: the stream's name and the event. None for any other
-    line, which may yet be one for `from_json`. Raises ContractError like `decode`."""
+def decode_line(line: bytes) -> Line[str, Event] | None:
+    """An export's line in the form that `write_export` gives it. None for any other line, which may yet be one for
+    `from_json`. Raises ContractError like `decode`."""
     try:
-        found = _LINE.decode(line if line.isascii() else line.decode())  # what is passed over must be text, too
-    except (msgspec.MsgspecError, UnicodeError):
+        text = line if line.isascii() else line.decode()  # what is passed over must be text, too
+        found = _read_whole(line, text) or _read_in_two(text)
+    except (msgspec.MsgspecError, UnicodeError, RecursionError):
         return None
-    event = _decode_event(found.seq, found.subject, found.type, found.data)
-    _check_subject(found.seq, found.subject, event)
-    return found.stream, Recorded(
-        seq=found.seq,
-        time=found.time,
-        subject=found.subject,
-        id=found.id,
-        prev=found.prev,
-        cause=found.causationid,
-        correlation=found.correlationid,
-        writer=found.source.removeprefix(SOURCE),
-        boot=found.boot,
-        event=event,
+    _check_subject(found.seq, found.subject, found.event)
+    return found
+
+
+def recorded_on(line: Line[str, Event]) -> Recorded:
+    """The event of a line as its stream holds it."""
+    return Recorded(
+        seq=line.seq,
+        time=line.time,
+        subject=line.subject,
+        id=line.id,
+        prev=line.prev,
+        cause=line.cause,
+        correlation=line.correlation,
+        writer=line.source.removeprefix(SOURCE),
+        boot=line.boot,
+        event=line.event,
     )
+
+
+def _read_whole(line: bytes, text: bytes | str) -> Line[str, Event] | None:
+    """A line that holds what today's writers write; or None."""
+    begin = line.find(_TYPE_KEY) + len(_TYPE_KEY)
+    known = _LINES.get(line[begin : line.find(b'"', begin)])
+    try:
+        return known.decode(text) if known else None
+    except (msgspec.MsgspecError, RecursionError):
+        return None
+
+
+def _read_in_two(text: bytes | str) -> Line[str, Event]:
+    """The envelope first, so that whoever cannot read the payload can say of which event it is."""
+    found = _ANY_LINE.decode(text)
+    event = _decode_event(found.seq, found.subject, found.type, found.event)
+    return Line(**{**{name: getattr(found, name) for name in Line.__struct_fields__}, "event": event})
 
 
 def from_json(line: Mapping[str, Any]) -> Recorded:

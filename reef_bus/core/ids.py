@@ -6,7 +6,9 @@ Knows: how ids are spelled. Must not know: randomness; what must be random arriv
 from __future__ import annotations
 
 import hashlib
-from typing import NamedTuple
+from functools import lru_cache
+
+import msgspec
 
 from reef_bus.errors import ContractError
 
@@ -14,7 +16,7 @@ BASE = "base"
 """The candidate id of release 0, the model that a scenario was registered with."""
 
 
-class LoadId(NamedTuple):
+class LoadId(msgspec.Struct, frozen=True, gc=False):
     """`<incarnation>:<sequence>`: names one load of one content, forever."""
 
     incarnation: str
@@ -24,6 +26,7 @@ class LoadId(NamedTuple):
         return f"{self.incarnation}:{self.sequence}"
 
 
+@lru_cache(maxsize=256)  # an audit reads a target's three times, one after the other
 def parse_load_id(text: str) -> LoadId:
     """Take a load id apart at its last colon; ContractError unless it is spelled canonically."""
     incarnation, _, digits = text.rpartition(":")

@@ -104,7 +104,7 @@ def _evolve(world: World, recorded: Recorded) -> None:
                 membership.forget_attempts(world.membership)
             publication.evolve(world.publications, recorded)
             world.queue = waiting(world, world.queue)
-            if isinstance(event, EngineExcluded | TransferAborted | PublicationHalted):
+            if type(event) in EXCLUDING:
                 _cast_out(world, recorded.time)
         case "engine":
             membership.evolve(world.membership, recorded)
@@ -121,6 +121,9 @@ def _evolve(world: World, recorded: Recorded) -> None:
     if world.requests:
         requests.answered(world.requests, event)
         _overtake(world)
+
+
+EXCLUDING = frozenset((EngineExcluded, TransferAborted, PublicationHalted))
 
 
 def _begin(world: World, start: Start) -> None:

@@ -21,6 +21,7 @@ from reef_bus.errors import ContractError, Rejected, Unavailable
 from reef_bus.events import Blob, Draft, Event, InferenceRecorded, JobDispatched, ReportReceived
 from reef_bus.journal import LOG, RECORDS, MemoryJournal, MemoryStreams
 from reef_bus.samples import Batch, encode_batch
+from tests.bench.audit import history
 from tests.facts import L, S, dropped, holds, joined, opened, registered, trainer_joined
 
 BOOTS = {"deployment": "s1", "train": "t1", "engine.e0": "e0.1"}
@@ -277,6 +278,68 @@ def test_a_file_that_is_not_there_or_cannot_be_written_is_one_clear_line(tmp_pat
 async def test_an_export_is_audited_as_the_history_is(exported: Path) -> None:
     assert audit_export(exported) == audit_history(read_export(exported))
     assert audit_export(exported).violations == ()
+
+
+def test_a_long_export_with_faults_is_audited_as_the_history_is(tmp_path: Path) -> None:
+    path, written = tmp_path / "history.jsonl", history(600, answers=3)
+    write_export(written, path)
+    found = audit_export(path)
+    assert found == audit_history(written)
+    assert (found.violations, found.unchecked, found.log_events) == ((), (), len(written.log))
+    assert 0 < found.void_events and found.records + found.reports == len(written.records)
+
+
+async def test_an_export_is_audited_alike_in_any_order_of_its_streams_and_in_any_spelling(exported: Path) -> None:
+    expected = audit_export(exported)
+    lines = exported.read_text(encoding="utf-8").splitlines()
+    spelled = [json.dumps(dict(sorted(json.loads(line).items()))) + "\n" for line in lines]
+    exported.write_text("".join(spelled))
+    assert audit_export(exported) == expected
+    exported.write_text("".join([spelled[9], *spelled[7:9], *spelled[:7]]))
+    assert audit_export(exported) == expected
+
+
+@pytest.mark.parametrize("at", [2, 8, 9], ids=["in LOG", "in RECORDS", "in place of a batch"])
+@pytest.mark.parametrize("line", [line for line, _ in BAD_LINES.values()], ids=BAD_LINES.keys())
+async def test_a_bad_line_is_named_alike_by_the_audit(exported: Path, line: bytes, at: int) -> None:
+    lines = exported.read_bytes().splitlines(keepends=True)
+    exported.write_bytes(b"".join([*lines[:at], line, *lines[at + 1 :]]))
+    with pytest.raises(ContractError) as read:
+        read_export(exported)
+    with pytest.raises(ContractError) as audited:
+        audit_export(exported)
+    assert str(audited.value) == str(read.value) and f"line {at + 1}: " in str(read.value)
+
+
+async def test_the_first_of_two_bad_lines_is_named_though_the_second_is_met_before_it(exported: Path) -> None:
+    text = exported.read_text(encoding="utf-8").replace("reef.EngineJoined.v1", "reef.EngineTeleported.v1")
+    exported.write_text(text.replace('"score":0.125', '"score":"good"'), encoding="utf-8")
+    with pytest.raises(ContractError, match=r"line 4: event 4 .*EngineTeleported"):
+        audit_export(exported)
+
+
+async def test_a_bad_line_behind_a_contradiction_is_not_overlooked(exported: Path) -> None:
+    text = exported.read_text(encoding="utf-8").replace('"base":"base","batch"', '"base":"never","batch"')
+    exported.write_text(text, encoding="utf-8")
+    assert audit_export(exported).violations[0].invariant == "fold"
+    exported.write_text(text.replace("reef.JobDropped.v1", "reef.JobForgotten.v1"), encoding="utf-8")
+    with pytest.raises(ContractError, match=r"line 7: event 7 .*JobForgotten"):
+        audit_export(exported)
+
+
+async def test_a_line_that_names_two_streams_is_refused(exported: Path) -> None:
+    lines = exported.read_bytes().splitlines(keepends=True)
+    lines[7] = lines[7].replace(b'{"stream":"RECORDS",', b'{"stream":"LOG","stream":"RECORDS",')
+    exported.write_bytes(b"".join(lines))
+    with pytest.raises(ContractError, match="line 8: it names more than one stream"):
+        audit_export(exported)
+
+
+async def test_a_line_that_is_nested_too_deeply_is_named(exported: Path) -> None:
+    deep = b'"metadata":{"x":' + b"[" * 100_000 + b"]" * 100_000 + b","
+    exported.write_bytes(exported.read_bytes().replace(b'"metadata":{', deep))
+    with pytest.raises(ContractError, match=r"line 9: .*recursion"):
+        audit_export(exported)
 
 
 def test_a_file_that_goes_away_is_said_to_be_gone_and_the_collector_works_on(tmp_path: Path) -> None:

@@ -130,6 +130,7 @@ def test_every_name_of_the_catalogue_has_its_family() -> None:
     [
         ({"ce-type": "reef.Unheard.v1"}, "Unheard"),
         ({"ce-type": "reef.EngineJoined.v9"}, "v9"),
+        ({"ce-type": "reef.EngineJoined.v0"}, "v0"),
         ({"ce-type": "other.EngineJoined.v1"}, "other"),
         ({"ce-type": "reef.EngineJoined"}, "reef.EngineJoined"),
         ({"ce-type": None}, "type"),

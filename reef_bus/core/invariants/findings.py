@@ -78,3 +78,7 @@ class Findings(msgspec.Struct):
         sequences, places = sorted(set(log))[:MAX_SEQUENCES], sorted(set(records))[:MAX_SEQUENCES]
         found = Violation(invariant=invariant, text=text, sequences=tuple(sequences), records=tuple(places))
         self.violations.append(found)
+
+    def extend(self, later: Findings) -> None:
+        self.violations += later.violations
+        self.unchecked += later.unchecked

@@ -9,7 +9,7 @@ compared where something is made of them: in targets, in commits, in the reports
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
@@ -48,7 +48,7 @@ from reef_bus.events import (
 SUPERSEDED = "superseded"  # the one refusal that a base chain may pass through
 
 
-class Content(NamedTuple):
+class Content(msgspec.Struct, frozen=True, gc=False):
     """What a candidate was trained from, and what it must hash to."""
 
     base: str
@@ -56,14 +56,14 @@ class Content(NamedTuple):
     weights: Blob
 
 
-class Said(NamedTuple):
+class Said(msgspec.Struct, frozen=True, gc=False):
     """A member's first report on an attempt."""
 
     seq: int
     event: EngineStaged | ReceiverVerified | ReceiverFailed
 
 
-class Open(NamedTuple):
+class Open(msgspec.Struct, frozen=True, gc=False):
     """The open publication, its current attempt and that attempt's membership."""
 
     target: TargetPersisted
@@ -317,7 +317,7 @@ def _wrong_commit(ledger: Ledger, event: ReleaseCommitted) -> Wrong:
     if ledger.open is None:
         yield 7, "and no publication is open"
         return
-    target, attempt, members = ledger.open
+    target, attempt, members = ledger.open.target, ledger.open.attempt, ledger.open.members
     if event.parent != ledger.head:
         yield 5, f"with parent {event.parent}; the head is {ledger.head}"
     if event.manifest != ledger.digests.get(event.load_id):
@@ -326,41 +326,40 @@ def _wrong_commit(ledger: Ledger, event: ReleaseCommitted) -> Wrong:
     expected = (target.publication, attempt, target.candidate, target.load_id)
     if said != expected:
         yield 7, f"as (publication, attempt, candidate, load id) {said}; the open attempt is {expected}"
-    if not members or sorted((e.engine, e.boot) for e in event.evidence) != sorted((m.engine, m.boot) for m in members):
+    named, expected_of = [(e.engine, e.boot) for e in event.evidence], [(m.engine, m.boot) for m in members]
+    if not members or (named != expected_of and sorted(named) != sorted(expected_of)):
         boots = sorted(member.boot for member in members)
         yield 7, f"on the word of {sorted(e.boot for e in event.evidence)}; the attempt's members are {boots}"
     for evidence in event.evidence:
-        yield from _wrong_proof(ledger, ledger.open, evidence)
-    yield from _wrong_order(ledger, ledger.open)
+        if why := _wrong_proof(ledger, ledger.open, evidence):
+            yield 7, f"but {evidence.engine} boot {evidence.boot} {why}"
+    if target.mode == "fenced" and (why := _wrong_order(ledger, ledger.open)):
+        yield 2, why
 
 
-def _wrong_proof(ledger: Ledger, open_: Open, evidence: Evidence) -> Wrong:
-    who, target = f"but {evidence.engine} boot {evidence.boot}", open_.target
+def _wrong_proof(ledger: Ledger, open_: Open, evidence: Evidence) -> str:
+    target = open_.target
     said = ledger.reports.get((evidence.boot, target.publication, open_.attempt))
     if said is None:
-        yield 7, f"{who} never reported on attempt {open_.attempt}"
-    elif isinstance(said.event, ReceiverFailed):
-        yield 7, f"{who} first reported a failure at {said.seq}: {said.event.cause}"
-    elif isinstance(said.event, EngineStaged) != (target.mode == "staged"):
-        yield (
-            7,
-            f"{who} first said {type(said.event).__name__} at {said.seq}, which proves nothing in mode {target.mode}",
-        )
-    elif (said.event.load_id, said.event.manifest) != (target.load_id, target.manifest):
-        yield 7, f"{who} verified {said.event.load_id} {said.event.manifest} at {said.seq}; not {target.manifest}"
-    elif (evidence.engine, evidence.seq, evidence.manifest) != (said.event.engine, said.seq, said.event.manifest):
-        yield 7, f"{who} is quoted with {evidence.manifest} at {evidence.seq}; it reported at {said.seq}"
+        return f"never reported on attempt {open_.attempt}"
+    word, seq = said.event, said.seq
+    if isinstance(word, ReceiverFailed):
+        return f"first reported a failure at {seq}: {word.cause}"
+    if (type(word) is EngineStaged) != (target.mode == "staged"):
+        return f"first said {type(word).__name__} at {seq}, which proves nothing in mode {target.mode}"
+    if (word.load_id, word.manifest) != (target.load_id, target.manifest):
+        return f"verified {word.load_id} {word.manifest} at {seq}; not {target.manifest}"
+    if (evidence.engine, evidence.seq, evidence.manifest) != (word.engine, seq, word.manifest):
+        return f"is quoted with {evidence.manifest} at {evidence.seq}; it reported at {seq}"
+    return ""
 
 
-def _wrong_order(ledger: Ledger, open_: Open) -> Wrong:
+def _wrong_order(ledger: Ledger, open_: Open) -> str:
     """Invariant 2: no member's memory is written while another one may still generate."""
-    if open_.target.mode != "fenced":
-        return
     words = [(member.boot, open_.target.publication, open_.attempt) for member in open_.members]
-    first = min((ledger.reports[word].seq for word in words if word in ledger.reports), default=0)
+    first = min([ledger.reports[word].seq for word in words if word in ledger.reports], default=0)
     late = [word[0] for word in words if ledger.fences.get(word, first) >= first]
-    if first and late:
-        yield 2, f"but boots {late} had not stopped when the first member reported at {first}"
+    return f"but boots {late} had not stopped when the first member reported at {first}" if first and late else ""
 
 
 ENTRIES: Mapping[type[Event], Callable[[Ledger, Recorded, Any], None]] = {

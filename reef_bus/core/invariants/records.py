@@ -6,17 +6,20 @@ Knows: answers, reports, what a batch says of itself. Must not know: tokens, eng
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator, Mapping
+from sys import intern
 
 import msgspec
+from msgspec.structs import replace
 
 from reef_bus.core.invariants.findings import MAX_SEQUENCES, Findings
 from reef_bus.core.records import make_up, whole
-from reef_bus.events import InferenceRecorded, JobDispatched, Recorded, ReportReceived, Span
+from reef_bus.events import Event, InferenceRecorded, JobDispatched, Recorded, ReportReceived, Span
+
+FINAL = "final"  # the value of the tag `phase` by which a harness marks the answers of its last measurement
 
 
-class Trained(msgspec.Struct, frozen=True, array_like=True):
+class Trained(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """One sample of a batch without its tokens: which record, by which load id, at which reward."""
 
     record: str
@@ -24,7 +27,7 @@ class Trained(msgspec.Struct, frozen=True, array_like=True):
     reward: float
 
 
-class Consumption(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class Consumption(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
     """What a job's batch says: its commit context, the records (id, RECORDS sequence), the samples made of them; and,
     by record, the spans of those that several versions made."""
 
@@ -46,84 +49,113 @@ Batches = Mapping[str, Consumption | Unread]
 """By the digest that `JobDispatched` names."""
 
 
-class Answer(NamedTuple):
-    """An answer and where it is in RECORDS."""
-
-    seq: int
-    event: InferenceRecorded
-
-
-class Part(NamedTuple):
-    """What one version generated of an answer in one go, and where the answer is in RECORDS."""
-
-    seq: int
-    event: InferenceRecorded
-    span: Span
-
-
-class Feedback(NamedTuple):
+class Feedback(msgspec.Struct, frozen=True, gc=False):
     """A report and where it is in RECORDS."""
 
     seq: int
     event: ReportReceived
 
 
-class Answers(msgspec.Struct):
-    """RECORDS by id. `first` is each record's first report, the one that counts; `consumed` the LOG sequence of the
-    job that took each record. Up to LOG `begin`, jobs of the log's predecessor had taken RECORDS up to `floor`, or
-    given them up, and `taken` above it."""
+class Answer(msgspec.Struct, gc=False):
+    """What the audit keeps of an answer: its place in RECORDS, what it says of its generation, whether it is tagged
+    `phase: final`; its first report, which is the one that counts, and the LOG sequence of the job that took it. Not
+    its text, which is most of it: to keep that takes longer than to read it."""
 
+    seq: int
+    record: str
+    engine: str
+    boot: str
+    load_id: str
+    as_of: int
+    done_as_of: int
+    final: bool
+    spans: tuple[Span, ...] = ()
+    report: Feedback | None = None
+    consumed: int = 0
+
+
+class Answers(msgspec.Struct):
+    """RECORDS by id, up to `last`; `consumed` of them by jobs. `early` are the first reports on records that are not
+    there yet, `lost` what jobs consumed that was never there, and by which one. Up to LOG `begin`, jobs of the log's
+    predecessor had taken RECORDS up to `floor`, or given them up, and `taken` above it."""
+
+    findings: Findings
+    last: int = 0
     by_id: dict[str, Answer] = {}
     reports: dict[str, Feedback] = {}
-    first: dict[str, Feedback] = {}
-    consumed: dict[str, int] = {}
+    early: dict[str, Feedback] = {}
+    consumed: int = 0
+    lost: dict[str, int] = {}
     begin: int = 0
     floor: int = 0
     taken: frozenset[int] = frozenset()
 
 
-def every_part(answers: Answers) -> list[Part]:
-    """Of all answers, by where they say that they were generated."""
-    found = [Part(seq, event, span) for seq, event in answers.by_id.values() for span in event.spans or (whole(event),)]
-    return sorted(found, key=lambda part: part.span.as_of)
+def every_part(answers: Answers) -> Iterator[Answer]:
+    """Of all answers what was generated in one go, each as an answer of its own."""
+    for answer in answers.by_id.values():
+        if not answer.spans:
+            yield answer
+        for span in answer.spans:
+            yield replace(answer, load_id=span.load_id, as_of=span.as_of, done_as_of=span.done_as_of)
 
 
-def index(records: Sequence[Recorded], findings: Findings) -> Answers:
+def index(records: Iterable[Recorded]) -> Answers:
     """Read RECORDS once, from its beginning."""
-    answers, last = Answers(), 0
+    answers = Answers(Findings())
     for recorded in records:
-        if recorded.seq != last + 1:
-            findings.add("gap", f"RECORDS goes on at {recorded.seq}; expected {last + 1}", records=[recorded.seq])
-        last, event = recorded.seq, recorded.event
-        if isinstance(event, InferenceRecorded):
-            _answer(answers, Answer(last, event), findings)
-        elif isinstance(event, ReportReceived):
-            _report(answers, Feedback(last, event), findings)
+        enter(answers, recorded.seq, recorded.event)
     return answers
 
 
-def _answer(answers: Answers, answer: Answer, findings: Findings) -> None:
+def enter(answers: Answers, seq: int, event: Event) -> None:
+    """Take up the next event of RECORDS."""
+    if seq != answers.last + 1:
+        answers.findings.add("gap", f"RECORDS goes on at {seq}; expected {answers.last + 1}", records=[seq])
+    answers.last = seq
+    if type(event) is InferenceRecorded:
+        _answer(answers, seq, event)
+    elif type(event) is ReportReceived:
+        _report(answers, Feedback(seq, event))
+
+
+def _answer(answers: Answers, seq: int, event: InferenceRecorded) -> None:
     """Twice stored is twice eligible: a trainer that has consumed the first copy takes the second for a new one."""
-    before = answers.by_id.setdefault(answer.event.record, answer)
-    if before is not answer:
-        text = f"record {answer.event.record} is stored at {before.seq} and again at {answer.seq}; expected once"
-        findings.add(6, text, records=[before.seq, answer.seq])
-    if answer.event.spans and not make_up(answer.event.spans, whole(answer.event)):
-        text = f"record {answer.event.record} does not name each of its {answer.event.answer_tokens} tokens' versions"
-        findings.add(1, f"{text}, one after the other: {answer.event.spans}", records=[answer.seq])
+    if event.spans and not make_up(event.spans, whole(event)):
+        text = f"record {event.record} does not name each of its {event.answer_tokens} tokens' versions"
+        answers.findings.add(1, f"{text}, one after the other: {event.spans}", records=[seq])
+    if before := answers.by_id.get(event.record):
+        text = f"record {event.record} is stored at {before.seq} and again at {seq}; expected once"
+        answers.findings.add(6, text, records=[before.seq, seq])
+        return
+    answers.by_id[event.record] = Answer(
+        seq,
+        event.record,
+        intern(event.engine),
+        intern(event.boot),
+        intern(event.load_id),
+        event.as_of,
+        event.done_as_of,
+        event.tags.get("phase") == FINAL,
+        event.spans,
+        answers.early.pop(event.record, None),
+    )
 
 
-def _report(answers: Answers, feedback: Feedback, findings: Findings) -> None:
-    seq, report = feedback
+def _report(answers: Answers, feedback: Feedback) -> None:
+    seq, report = feedback.seq, feedback.event
     before = answers.reports.setdefault(report.report, feedback)
     if before is not feedback and before.event != report:
         text = f"report {report.report} says something else at {seq} than at {before.seq}; a report is never changed"
-        findings.add("report", text, records=[before.seq, seq])
+        answers.findings.add("report", text, records=[before.seq, seq])
     for record in report.references:
-        if record not in answers.by_id:
+        answer = answers.by_id.get(record)
+        if answer is None:
             text = f"report {report.report} at {seq} names record {record}; expected one recorded before it"
-            findings.add("report", text, records=[seq])
-        answers.first.setdefault(record, feedback)
+            answers.findings.add("report", text, records=[seq])
+            answers.early.setdefault(record, feedback)
+        elif answer.report is None:
+            answer.report = feedback
 
 
 def consume(answers: Answers, batches: Batches, seq: int, event: JobDispatched, findings: Findings) -> None:
@@ -143,24 +175,34 @@ def consume(answers: Answers, batches: Batches, seq: int, event: JobDispatched, 
     _check_samples(answers, seq, batch, findings)
 
 
-def _spend(answers: Answers, seq: int, record: str, at: int) -> Iterator[str]:
-    answer, feedback, before = answers.by_id.get(record), answers.first.get(record), answers.consumed.get(record)
+def _spend(answers: Answers, seq: int, record: str, at: int) -> list[str]:
+    """Enter that the job at LOG `seq` consumes the record; returns what is wrong with that."""
+    answer = answers.by_id.get(record)
+    wrong: list[str] = []
+    before = answer.consumed if answer else answers.lost.get(record)
     if before:
-        yield "named twice in its batch" if before == seq else f"which the job at LOG {before} had consumed"
+        wrong.append("named twice in its batch" if before == seq else f"which the job at LOG {before} had consumed")
     elif at <= answers.floor or at in answers.taken:
-        yield f"which a job up to LOG {answers.begin}, before this log began, had consumed or given up"
-    answers.consumed[record] = seq
-    if answer is None:
-        yield "which was never recorded"
-        return
+        wrong.append(f"which a job up to LOG {answers.begin}, before this log began, had consumed or given up")
+    if answer:
+        answers.consumed += not before
+        answer.consumed = seq
+        _check_fitness(answer, seq, at, wrong)
+    else:
+        answers.lost[record] = seq
+        wrong.append("which was never recorded")
+    return wrong
+
+
+def _check_fitness(answer: Answer, seq: int, at: int, wrong: list[str]) -> None:
     if answer.seq != at:
-        yield f"which is recorded at {answer.seq}"
-    if answer.event.done_as_of >= seq:
-        yield f"which was still generated at LOG {answer.event.done_as_of}, not before its consumption at {seq}"
-    if feedback is None:
-        yield "which nobody reported on"
-    elif _excused(feedback.event):
-        yield f"which report {feedback.event.report} keeps from training"
+        wrong.append(f"which is recorded at {answer.seq}")
+    if answer.done_as_of >= seq:
+        wrong.append(f"which was still generated at LOG {answer.done_as_of}, not before its consumption at {seq}")
+    if answer.report is None:
+        wrong.append("which nobody reported on")
+    elif _excused(answer.report.event):
+        wrong.append(f"which report {answer.report.event.report} keeps from training")
 
 
 def _excused(report: ReportReceived) -> bool:
@@ -175,13 +217,13 @@ def _check_samples(answers: Answers, seq: int, batch: Consumption, findings: Fin
         wrong = ", ".join(sorted({*(less - more), *(more - less)})[:MAX_SEQUENCES])
         findings.add(6, f"job {batch.job} does not train on exactly what it consumes, each once: {wrong}", [seq])
     for sample in batch.samples:
-        answer, feedback = answers.by_id.get(sample.record), answers.first.get(sample.record)
-        if not answer or not feedback:
+        answer = answers.by_id.get(sample.record)
+        if answer is None or answer.report is None:
             continue
-        said, found = (sample.load_id, sample.reward), (answer.event.load_id, feedback.event.score)
-        if said != found:
+        if sample.load_id != answer.load_id or sample.reward != answer.report.event.score:
+            said, found = (sample.load_id, sample.reward), (answer.load_id, answer.report.event.score)
             text = f"job {batch.job} trains on {sample.record} as (load id, reward) {said}, recorded as {found}"
-            findings.add("reward", text, [seq], [answer.seq, feedback.seq])
-        if (spans := batch.spans.get(sample.record, ())) != answer.event.spans:
-            text = f"job {batch.job} trains on {sample.record} with spans {spans}, recorded as {answer.event.spans}"
+            findings.add("reward", text, [seq], [answer.seq, answer.report.seq])
+        if (spans := batch.spans.get(sample.record, ())) != answer.spans:
+            text = f"job {batch.job} trains on {sample.record} with spans {spans}, recorded as {answer.spans}"
             findings.add(6, text, [seq], [answer.seq])

@@ -2,100 +2,150 @@
 
 Knows: the fold, the serving rule, the ledger. Must not know: where a history comes from.
 One reading judges answers, and has never heard of an event that is void; the other one keeps the ledger, folds what is
-void, too, and goes through a snapshot half way. Equal worlds are at once the proof of invariants 9 and 11.
+void, too, and goes through snapshots. Equal worlds are at once the proof of invariants 9 and 11. Both take the same
+events in turn, a handful at a time, and keep none of them.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable
+from itertools import islice
+from math import fsum, inf
+from operator import attrgetter
 
 import msgspec
 
 from reef_bus.core.ids import BASE
 from reef_bus.core.invariants.findings import Audit, Final, Findings, Rewards
 from reef_bus.core.invariants.ledger import Ledger, note, seed
-from reef_bus.core.invariants.records import Batches, Part, every_part, index
+from reef_bus.core.invariants.records import Answer, Answers, Batches, every_part, index
 from reef_bus.core.serving import fenced, holds_head, live, may_generate
 from reef_bus.core.start import Start
 from reef_bus.core.void import Tail
 from reef_bus.core.world import World, fold, ignored
 from reef_bus.errors import ContractError
-from reef_bus.events import InferenceRecorded, Recorded
+from reef_bus.events import Recorded
 
-FINAL = "final"  # the value of the tag `phase` by which a harness marks the answers of its last measurement
+HANDFUL = 1024  # events that both readings take in turn: one by one, each drives the other out of the caches
 
 
-class Judgement(NamedTuple):
-    """How far the first reading came, the world there, the events that it passed over, and whether it had to stop."""
+class Judgement(msgspec.Struct):
+    """The first reading: the world that it came to, the events that it passed over, why it had to stop, if it did, and
+    at which event. The log begins after `begin`; `waiting` are the answers that are not judged yet, the next one last.
+    """
 
-    folded: int
+    findings: Findings
     world: World
-    voids: list[int]
-    stopped: bool
+    begin: int
+    waiting: list[Answer]
+    folded: int = 0
+    voids: list[int] = []
+    stopped: str = ""
+    stopped_at: int = 0
 
 
-class Account(NamedTuple):
-    """How far the second reading came, the world there, and why it stopped there if it did."""
+class Account(msgspec.Struct):
+    """The second reading: the world that it came to, and why it had to stop, if it did, and at which event. The next
+    `snapshot` is due when that many events are folded."""
 
-    folded: int
+    ledger: Ledger
     world: World
-    stopped: str
+    folded: int = 0
+    snapshot: int = 1
+    stopped: str = ""
+    stopped_at: int = 0
 
 
 def check(
-    log: Iterable[Recorded], records: Sequence[Recorded], batches: Batches | None, start: Start | None = None
+    log: Iterable[Recorded], records: Iterable[Recorded], batches: Batches | None, start: Start | None = None
 ) -> Audit:
     """Audit a history: LOG and RECORDS from their beginnings, and what its jobs' batches say (None: none at hand).
     `start` is what LOG goes on from; what was before it is audited with its predecessor.
 
     RECORDS must hold what LOG's jobs consumed, and LOG what RECORDS' answers stood on. Never raises for what it finds.
     """
-    events, findings = tuple(log), Findings()
-    ledger = Ledger(findings=findings, answers=index(records, findings), batches=batches)
+    return examine(tuple(log), index(records), batches, start)
+
+
+def examine(log: Iterable[Recorded], answers: Answers, batches: Batches | None, start: Start | None = None) -> Audit:
+    """`check` once RECORDS are indexed. `log` must give the same when it is gone through again, and keeps nothing; what
+    it raises is raised."""
+    findings, begin = answers.findings, start.seq if start else 0
+    judged = Judgement(findings, World(start=start), begin, _waiting(answers, start))
+    ledger = Ledger(findings=Findings(), answers=answers, batches=batches)
     if start is not None:
         seed(ledger, start)
-    parts = every_part(ledger.answers)
-    judged = _judgement(events, parts, start, findings)
-    told = _account(events, ledger, start, judged.folded // 2)
-    _check_drains(ledger, parts)
-    _compare(judged, told, events, start, findings)
+    told, events = Account(ledger, World(start=start)), 0
+    unread = iter(log)
+    while handful := tuple(islice(unread, HANDFUL)):
+        events += len(handful)
+        _judge_some(judged, handful)
+        _account_some(told, handful)
+    _judge_rest(judged, events)
+    _check_drains(ledger)
+    findings.extend(ledger.findings)
+    _compare(judged, told, log, start, findings)
     if batches is None and ledger.jobs:
         findings.unchecked.append(f"what {ledger.jobs} jobs consumed (invariant 6): their batches are not at hand")
-    return _audit(told.world, ledger, len(judged.voids), len(events))
+    return _audit(told.world, ledger, findings, len(judged.voids), events)
 
 
 # -- the first reading: fold what counts, and judge the answers
 
 
-def _judgement(log: Sequence[Recorded], parts: list[Part], start: Start | None, findings: Findings) -> Judgement:
-    """Fold what is not void, as if nothing else had ever been stored. Answers come in where they say that they were
-    given."""
-    world, voids = World(start=start), list[int]()
-    waiting, judged = _waiting(parts, start, findings), 0
-    for count, recorded in enumerate(log):
-        while judged < len(waiting) and waiting[judged].span.as_of < recorded.seq:
-            _judge(world, waiting[judged], findings)
-            judged += 1
-        expected = (world.seq or (start.seq if start else 0)) + 1
-        if recorded.seq != expected:
-            findings.add("gap", f"LOG goes on at {recorded.seq}; expected {expected}", [recorded.seq])
-        if ignored(world, recorded):
-            voids.append(recorded.seq)
-            _pass_over(world, recorded)
-            continue
+def _judge_some(judged: Judgement, handful: Iterable[Recorded]) -> None:
+    for recorded in handful:
+        if not judged.stopped:
+            _judge_next(judged, recorded)
+
+
+def _judge_next(judged: Judgement, recorded: Recorded) -> None:
+    """Fold the event if it is not void, as if nothing else had ever been stored. Answers come in where they say that
+    they were given."""
+    world, waiting = judged.world, judged.waiting
+    if waiting and waiting[-1].as_of < recorded.seq:
+        _judge_before(judged, recorded.seq)
+    expected = (world.seq or judged.begin) + 1
+    if recorded.seq != expected:
+        judged.findings.add("gap", f"LOG goes on at {recorded.seq}; expected {expected}", [recorded.seq])
+    if ignored(world, recorded):
+        judged.voids.append(recorded.seq)
+        _pass_over(world, recorded)
+    else:
         try:
             fold(world, recorded)
         except ContractError as error:
-            findings.add("fold", str(error), [recorded.seq])
-            if count + 1 < len(log) or judged < len(waiting):
-                rest = f"{len(log) - count - 1} events and {len(waiting) - judged} answers from LOG {recorded.seq} on"
-                findings.unchecked.append(f"{rest}: every consumer halts at the contradiction there")
-            return Judgement(count, world, voids, stopped=True)
-    for part in waiting[judged:]:
-        _judge(world, part, findings)
-    return Judgement(len(log), world, voids, stopped=False)
+            judged.findings.add("fold", str(error), [recorded.seq])
+            judged.stopped, judged.stopped_at = str(error), recorded.seq
+            return
+    judged.folded += 1
+
+
+def _judge_before(judged: Judgement, seq: float) -> None:
+    """Judge the answers that were given before event `seq`, each at the very point of the log at which its engine says
+    it stood. Nothing happens in between: what is right for one of them is right for its like."""
+    world, waiting, right = judged.world, judged.waiting, set[tuple[str, str, str]]()
+    while waiting and waiting[-1].as_of < seq:
+        answer = waiting.pop()
+        if not 0 < answer.as_of <= min(world.seq, answer.done_as_of):
+            said = f"{_says(answer)}done as of {answer.done_as_of}; the log goes from 1 to {world.seq}"
+            judged.findings.add(1, said, (), [answer.seq])
+        elif (claim := (answer.engine, answer.boot, answer.load_id)) not in right:
+            if wrong := _wrong(world, answer):
+                judged.findings.add(wrong[0], f"{_says(answer)}when {wrong[1]}", [answer.as_of], [answer.seq])
+            else:
+                right.add(claim)
+
+
+def _judge_rest(judged: Judgement, events: int) -> None:
+    """Answers that stand on the end of the log; or, where the reading had to stop, a notice of what it left."""
+    left = events - judged.folded - 1, len(judged.waiting)
+    if not judged.stopped:
+        _judge_before(judged, inf)
+    elif any(left):
+        rest = f"{left[0]} events and {left[1]} answers from LOG {judged.stopped_at} on"
+        judged.findings.unchecked.append(f"{rest}: every consumer halts at the contradiction there")
 
 
 def _pass_over(world: World, recorded: Recorded) -> None:
@@ -104,45 +154,53 @@ def _pass_over(world: World, recorded: Recorded) -> None:
     world.last_id, world.time, world.void = recorded.id, recorded.time, world.void + 1
 
 
-def _waiting(parts: list[Part], start: Start | None, findings: Findings) -> list[Part]:
-    """What is to judge of the answers, by where they say that it was given. Of what was given before this log began,
-    only the release is known."""
-    if start is None:
-        return parts
-    early = [part for part in parts if 0 < part.span.as_of <= start.seq]
+def _waiting(given: Answers, start: Start | None) -> list[Answer]:
+    """The parts of answers to judge, by where they say that they were given, the first one last. Of what was given
+    before this log began, only the release is known."""
+    parts = sorted(every_part(given), key=attrgetter("as_of"))
+    if start is not None:
+        parts = _after_the_start(parts, start, given.findings)
+    parts.reverse()
+    return parts
+
+
+def _after_the_start(parts: list[Answer], start: Start, findings: Findings) -> list[Answer]:
+    early = [part for part in parts if 0 < part.as_of <= start.seq]
     committed = {release.load_id for release in start.releases}
-    for seq, event, span in early:
-        if span.load_id not in committed:
-            text = f"record {event.record} names {span.load_id}, which was not committed before LOG {start.seq}"
-            findings.add(1, text, [], [seq])
+    for part in early:
+        if part.load_id not in committed:
+            text = f"record {part.record} names {part.load_id}, which was not committed before LOG {start.seq}"
+            findings.add(1, text, [], [part.seq])
     if early:
         text = f"{len(early)} answers as of LOG {start.seq} or before (invariants 1 and 2)"
         findings.unchecked.append(f"{text}: audit the predecessor's archive")
-    return [part for part in parts if not 0 < part.span.as_of <= start.seq]
+    return [part for part in parts if not 0 < part.as_of <= start.seq]
 
 
-def _judge(world: World, part: Part, findings: Findings) -> None:
-    """Invariants 1 and 2: the serving rule, at the very point of the log at which the engine says it stood."""
-    seq, event, span = part
-    text = f"record {event.record} by {event.engine} boot {event.boot} names {span.load_id} as of LOG {span.as_of}, "
+def _says(answer: Answer) -> str:
+    who = f"record {answer.record} by {answer.engine} boot {answer.boot}"
+    return f"{who} names {answer.load_id} as of LOG {answer.as_of}, "
+
+
+def _wrong(world: World, answer: Answer) -> tuple[int, str] | None:
+    """Invariants 1 and 2: the serving rule."""
     head = world.publications.head
-    if not 0 < span.as_of <= min(world.seq, span.done_as_of):
-        findings.add(1, f"{text}done as of {span.done_as_of}; the log goes from 1 to {world.seq}", (), [seq])
-    elif span.load_id not in world.publications.releases:
-        findings.add(1, f"{text}when that was not committed", [span.as_of], [seq])
-    elif not may_generate(world, event.engine, event.boot) or head is None:
-        findings.add(2, f"{text}when it must not generate: {_why_not(world, event)}", [span.as_of], [seq])
-    elif span.load_id != head.load_id:
-        findings.add(2, f"{text}when it held the head {head.load_id}", [span.as_of], [seq])
+    if answer.load_id not in world.publications.releases:
+        return 1, "that was not committed"
+    if not may_generate(world, answer.engine, answer.boot) or head is None:
+        return 2, f"it must not generate: {_why_not(world, answer)}"
+    if answer.load_id != head.load_id:
+        return 2, f"it held the head {head.load_id}"
+    return None
 
 
-def _why_not(world: World, event: InferenceRecorded) -> str:
-    engine = world.membership.engines.get(event.engine)
-    if engine is None or engine.boot != event.boot:
+def _why_not(world: World, answer: Answer) -> str:
+    engine = world.membership.engines.get(answer.engine)
+    if engine is None or engine.boot != answer.boot:
         return f"the engine's boot was {engine.boot if engine else 'none yet'}"
     if not live(world, engine):
         return "this boot had left" if engine.left else "this boot was excluded"
-    if fenced(world, event.engine, event.boot):
+    if fenced(world, answer.engine, answer.boot):
         return "a fence covered it"
     proof = engine.verified
     return f"its last proof since its fence is {f'{proof.load_id} {proof.manifest}' if proof else 'none'}, not the head"
@@ -151,50 +209,58 @@ def _why_not(world: World, event: InferenceRecorded) -> str:
 # -- the second reading: fold everything, keep the ledger
 
 
-def _account(log: Sequence[Recorded], ledger: Ledger, start: Start | None, middle: int) -> Account:
-    """Fold everything, with a snapshot at `middle`: half way to where the other reading came, a contradiction may be
-    near; the ledger gets what is not void."""
-    world = World(start=start)
-    for count, recorded in enumerate(log):
-        if count == middle:
-            world = msgspec.msgpack.decode(msgspec.msgpack.encode(world), type=World)
-        try:
-            void = fold(world, recorded)
-        except ContractError as error:  # no consumer folds past it, so neither do we
-            note(ledger, recorded)  # which invariant it would have broken
-            return Account(count, world, str(error))
-        if not void:
-            note(ledger, recorded)
-    return Account(len(log), world, "")
+def _account_some(told: Account, handful: Iterable[Recorded]) -> None:
+    for recorded in handful:
+        if not told.stopped:
+            _account_next(told, recorded)
 
 
-def _check_drains(ledger: Ledger, parts: list[Part]) -> None:
+def _account_next(told: Account, recorded: Recorded) -> None:
+    """Fold the event, from a snapshot each time that the log is four times as long: a contradiction may be anywhere.
+    The ledger gets what is not void."""
+    if told.folded == told.snapshot:
+        told.world = msgspec.msgpack.decode(msgspec.msgpack.encode(told.world), type=World)
+        told.snapshot *= 4
+    try:
+        void = fold(told.world, recorded)
+    except ContractError as error:  # no consumer folds past it, so neither do we
+        note(told.ledger, recorded)  # which invariant it would have broken
+        told.stopped, told.stopped_at = str(error), recorded.seq
+        return
+    told.folded += 1
+    if not void:
+        note(told.ledger, recorded)
+
+
+def _check_drains(ledger: Ledger) -> None:
     """Invariant 2: who says that generation has stopped has nothing left to answer."""
-    for seq, event, span in parts:
-        stops = ledger.stops.get(event.boot, ())
-        place = bisect_right(stops, span.as_of)
-        if place < len(stops) and stops[place] <= span.done_as_of:
-            said = f"boot {event.boot} said at LOG {stops[place]} that it had stopped"
-            text = f"record {event.record} was generated from LOG {span.as_of} to {span.done_as_of}, but {said}"
-            ledger.findings.add(2, text, [stops[place]], [seq])
+    for part in every_part(ledger.answers):
+        if part.as_of >= part.done_as_of:
+            continue
+        stops = ledger.stops.get(part.boot, ())
+        place = bisect_right(stops, part.as_of)
+        if place < len(stops) and stops[place] <= part.done_as_of:
+            said = f"boot {part.boot} said at LOG {stops[place]} that it had stopped"
+            text = f"record {part.record} was generated from LOG {part.as_of} to {part.done_as_of}, but {said}"
+            ledger.findings.add(2, text, [stops[place]], [part.seq])
 
 
 # -- the comparison
 
 
 def _compare(
-    judged: Judgement, told: Account, log: Sequence[Recorded], start: Start | None, findings: Findings
+    judged: Judgement, told: Account, log: Iterable[Recorded], start: Start | None, findings: Findings
 ) -> None:
     """Invariant 9: the same events, from the start and half way through a snapshot, give the same world. Invariant 11:
     had the void events never been stored, nothing but their places would be different."""
     if told.stopped and not judged.stopped:
         text = f"replayed, an event that was folded contradicts the log: {told.stopped}"
-        findings.add(9, text, [log[told.folded].seq])
+        findings.add(9, text, [told.stopped_at])
         return
     if (judged.folded, judged.world) == (told.folded, told.world):
         return
     difference = _difference(judged.world, told.world)
-    if judged.voids and _refold(log[: told.folded], start) == told.world:
+    if judged.voids and _refold(islice(log, told.folded), start) == told.world:
         findings.add(11, f"void events changed the world's {difference}", judged.voids)
     else:
         text = f"replayed to LOG {told.world.seq}, the world differs in {difference}"
@@ -219,11 +285,11 @@ def _difference(one: World, other: World) -> str:
 # -- figures
 
 
-def _audit(world: World, ledger: Ledger, void_events: int, log_events: int) -> Audit:
-    answers, findings = ledger.answers, ledger.findings
+def _audit(world: World, ledger: Ledger, findings: Findings, void_events: int, log_events: int) -> Audit:
+    answers = ledger.answers
     engines = dict.fromkeys(sorted(ledger.engines), 0)
     for answer in answers.by_id.values():
-        engines[answer.event.engine] = engines.get(answer.event.engine, 0) + 1
+        engines[answer.engine] = engines.get(answer.engine, 0) + 1
     return Audit(
         violations=tuple(findings.violations),
         void_events=void_events,
@@ -234,7 +300,7 @@ def _audit(world: World, ledger: Ledger, void_events: int, log_events: int) -> A
         releases_with_base=ledger.commits + (BASE in ledger.contents),
         receivers_verified=ledger.proofs,
         jobs=ledger.jobs,
-        consumed=len(answers.consumed),
+        consumed=answers.consumed + len(answers.lost),
         engines=engines,
         rewards=_rewards(ledger),
         final=_final(ledger),
@@ -245,21 +311,20 @@ def _audit(world: World, ledger: Ledger, void_events: int, log_events: int) -> A
 
 def _rewards(ledger: Ledger) -> dict[str, Rewards]:
     scores: dict[str, list[float]] = {}
-    for record, feedback in ledger.answers.first.items():
-        if answer := ledger.answers.by_id.get(record):
-            scores.setdefault(answer.event.load_id, []).append(feedback.event.score)
-    return {load_id: Rewards(len(found), sum(found) / len(found)) for load_id, found in scores.items()}
+    for answer in ledger.answers.by_id.values():
+        if answer.report:
+            scores.setdefault(answer.load_id, []).append(answer.report.event.score)
+    return {load_id: Rewards(len(found), fsum(found) / len(found)) for load_id, found in scores.items()}
 
 
 def _final(ledger: Ledger) -> Final:
     scores: list[float] = []
     engines: dict[str, int] = {}
-    for record, answer in ledger.answers.by_id.items():
-        feedback, event = ledger.answers.first.get(record), answer.event
-        if feedback and event.load_id == ledger.head and event.tags.get("phase") == FINAL:
-            scores.append(feedback.event.score)
-            engines[event.engine] = engines.get(event.engine, 0) + 1
-    mean = sum(scores) / len(scores) if scores else None
+    for answer in ledger.answers.by_id.values():
+        if answer.final and answer.report and answer.load_id == ledger.head:
+            scores.append(answer.report.event.score)
+            engines[answer.engine] = engines.get(answer.engine, 0) + 1
+    mean = fsum(scores) / len(scores) if scores else None
     return Final(load_id=ledger.head, n=len(scores), mean=mean, engines=engines)
 
 

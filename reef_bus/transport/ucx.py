@@ -36,7 +36,7 @@ from reef_bus.transport.held import Held
 from reef_bus.transport.tcp import address_of, family, host_port, listening
 
 WINDOW = 8
-"""Slices of 4 MiB under way at once, two buckets together: with two slices a busy loopback lost a third of its speed.
+"""Slices of 4 MiB under way at once, two buckets together: with two slices a busy loopback moved half as much.
 They share the link, so that it must move 32 MiB within the deadline: 3.4 MB/s in 10 s."""
 TURN_MS = 20
 """How long the thread waits for the network before it looks whether it is still wanted."""

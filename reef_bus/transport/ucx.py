@@ -15,7 +15,6 @@ import contextlib
 import ctypes
 import functools
 import importlib
-import importlib.util
 import os
 import secrets
 import socket
@@ -75,7 +74,12 @@ class UcxTransport(Transport):
         self._context: Any = None  # kept: it knows the devices, and what memory was registered with them
 
     def lacks(self) -> str:
-        return "" if all(map(importlib.util.find_spec, ("libucx", "libucxx", "ucxx"))) else INSTALL
+        """Found by loading it, which takes most of a second: better at a role's start than while engines are paused."""
+        try:
+            self._context = _translated(_context)
+        except TransferError as error:
+            return str(error)
+        return ""
 
     async def offer(self, manifest: Manifest, source: Pieces, *, publication: str, attempt: int) -> Offer:
         require_fit(manifest, source)
@@ -127,7 +131,7 @@ class UcxTransport(Transport):
     async def _ready(self) -> Any:
         """In a thread, and before any deadline begins: to load UCX takes most of a second."""
         if self._context is None:
-            self._context = await asyncio.to_thread(_context)
+            self._context = await asyncio.to_thread(_translated, _context)
         return self._context
 
 

@@ -69,7 +69,7 @@ class Transport(ABC):
     name: str
 
     def lacks(self) -> str:
-        """The line that installs what this transport lacks here; empty where it lacks nothing."""
+        """What this transport needs and is not here, with the line that installs it; empty where it lacks nothing."""
         return ""
 
     @abstractmethod
@@ -144,5 +144,5 @@ def transports(
     known = (*afar, ShmTransport(stall_s), FilesTransport(store))
     for transport in known:
         if transport.name in use and (line := transport.lacks()):
-            raise Rejected(f"transport {transport.name} lacks what it needs here: {line}; or take it out of the lists")
+            raise Rejected(f"transport {transport.name} cannot work here: {line}; or take it out of the lists")
     return {transport.name: transport for transport in known}

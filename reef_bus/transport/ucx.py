@@ -15,7 +15,6 @@ import contextlib
 import ctypes
 import functools
 import importlib
-import importlib.util
 import os
 import secrets
 import socket
@@ -36,7 +35,7 @@ from reef_bus.transport.held import Held
 from reef_bus.transport.tcp import address_of, family, host_port, listening
 
 WINDOW = 8
-"""Slices of 4 MiB under way at once, two buckets together: with two slices a busy loopback lost a third of its speed.
+"""Slices of 4 MiB under way at once, two buckets together: with two slices a busy loopback moved half as much.
 They share the link, so that it must move 32 MiB within the deadline: 3.4 MB/s in 10 s."""
 TURN_MS = 20
 """How long the thread waits for the network before it looks whether it is still wanted."""
@@ -75,7 +74,12 @@ class UcxTransport(Transport):
         self._context: Any = None  # kept: it knows the devices, and what memory was registered with them
 
     def lacks(self) -> str:
-        return "" if all(map(importlib.util.find_spec, ("libucx", "libucxx", "ucxx"))) else INSTALL
+        """Found by loading it, which takes most of a second: better at a role's start than while engines are paused."""
+        try:
+            self._context = _translated(_context)
+        except TransferError as error:
+            return str(error)
+        return ""
 
     async def offer(self, manifest: Manifest, source: Pieces, *, publication: str, attempt: int) -> Offer:
         require_fit(manifest, source)
@@ -127,7 +131,7 @@ class UcxTransport(Transport):
     async def _ready(self) -> Any:
         """In a thread, and before any deadline begins: to load UCX takes most of a second."""
         if self._context is None:
-            self._context = await asyncio.to_thread(_context)
+            self._context = await asyncio.to_thread(_translated, _context)
         return self._context
 
 

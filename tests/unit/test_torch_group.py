@@ -45,7 +45,7 @@ def test_where_nccl_is_not_the_refusal_says_what_was_found_and_what_to_do(tmp_pa
         TransferError, match=r"refused: .*found PyTorch .*, 0 GPUs; or set publication.torch-device to cpu"
     ):
         group("cuda")
-    with pytest.raises(Rejected, match=r"transport torch lacks what it needs here: needs a build of PyTorch with NCCL"):
+    with pytest.raises(Rejected, match=r"transport torch cannot work here: needs a build of PyTorch with NCCL"):
         transports(ArtifactStore(tmp_path), use=("torch",), torch_device="cuda")
     transports(ArtifactStore(tmp_path), use=("tcp",), torch_device="cuda")
 

@@ -36,11 +36,14 @@ from tests.transfers import (
     works,
 )
 
+STALL_S = {"tcp": 0.2, "shm": 0.2, "torch": 1.0, "ucx": 1.0}
+"""The senders'. To make a process group, or a worker of UCX, takes a while on a machine busy with other tests."""
+
 
 @pytest.fixture(params=params(DOORS))
 def transport(request: pytest.FixtureRequest, tmp_path: Path) -> Transport:
     loaded(request.param)
-    return transports(ArtifactStore(tmp_path), stall_s=0.2)[request.param]
+    return transports(ArtifactStore(tmp_path), stall_s=STALL_S[request.param])[request.param]
 
 
 @pytest.mark.parametrize("ending", ["closed", "killed"])
@@ -85,7 +88,7 @@ def test_strangers_do_not_disturb_an_offer(transport: Transport, first: bytes) -
             begun = time.monotonic()
             with contextlib.suppress(ConnectionResetError):
                 assert await reader.read() == b""
-            assert time.monotonic() - begun < 0.6
+            assert time.monotonic() - begun < 3 * STALL_S[transport.name]
             writer.close()
             await receive(transport, offer.ticket, describe(pieces(7)), pieces(0))
 

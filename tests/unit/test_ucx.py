@@ -154,6 +154,13 @@ def test_who_waits_costs_next_to_nothing(ucx: UcxTransport, monkeypatch: pytest.
     run(story())
 
 
+@needs_ucxx
+def test_settings_that_ucx_cannot_use_are_found_at_the_start_and_named() -> None:
+    broken = "print(ucx.UcxTransport().lacks())"
+    said = fresh(f"import os; os.environ['UCX_TLS'] = 'none'; ucx._SETTINGS.pop('TLS'); {broken}")
+    assert said.startswith("closed: UCX says: ")
+
+
 # Whom it waits for.
 
 
@@ -192,7 +199,7 @@ def test_without_ucxx_the_refusal_names_the_line_that_installs_it(
         assert "pip install 'reef-bus[ucx]'" in await fails("refused", offer)
         taken = receive(transport, Ticket("ucx", "127.0.0.1:9", "token"), describe(source), pieces(0))
         assert "pip install 'reef-bus[ucx]'" in await fails("refused", taken)
-        with pytest.raises(Rejected, match=r"transport ucx lacks .*pip install 'reef-bus\[ucx\]'"):
+        with pytest.raises(Rejected, match=r"transport ucx cannot work here: .*pip install 'reef-bus\[ucx\]'"):
             transports(ArtifactStore(tmp_path), use=("tcp", "ucx"))
         assert "ucx" in transports(ArtifactStore(tmp_path), use=("tcp", "files"))  # who does not use it is not bothered
 

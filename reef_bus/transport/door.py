@@ -154,8 +154,8 @@ class Link:
         return answer
 
     async def send(self, data: bytes | memoryview) -> None:
-        """All of it. Not sock_sendall: that tells nothing on its way, so that only small slices could be given to it, and
-        with 4 MiB at a time the receiver needed 1.4 times the CPU: the socket's buffer runs low at every end."""
+        """All of it. Not sock_sendall: that tells nothing on its way, so that only small slices could be given to it;
+        and with 4 MiB at a time receivers needed 1.4 times the CPU: the socket's buffer runs low at the end of each."""
         rest = memoryview(data)
         while rest:
             with contextlib.suppress(BlockingIOError):

@@ -9,6 +9,7 @@ Receiver to sender: Hello. Sender to receiver: Answer. Both are JSON after their
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import secrets
 import socket
@@ -155,8 +156,24 @@ class Link:
         return answer
 
     async def send(self, data: bytes | memoryview) -> None:
-        await self._loop.sock_sendall(self.sock, data)
-        await self.moved(len(data))
+        """All of it. Not sock_sendall: that tells nothing on its way, so that only small slices could be given to it;
+        and with 4 MiB at a time receivers needed 1.4 times the CPU: the socket's buffer runs low at the end of each."""
+        rest = memoryview(data)
+        while rest:
+            with contextlib.suppress(BlockingIOError):
+                count = self.sock.send(rest)
+                rest = rest[count:]
+                await self.moved(count)
+            if rest:  # not at once again: the peer drains meanwhile, and what would be sent is little
+                await self._writable()
+
+    async def _writable(self) -> None:
+        ready = asyncio.Event()
+        self._loop.add_writer(self.sock, ready.set)
+        try:
+            await ready.wait()
+        finally:
+            self._loop.remove_writer(self.sock)
 
     async def read_into(self, view: memoryview) -> int:
         """Some bytes, at least one."""

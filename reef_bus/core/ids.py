@@ -6,7 +6,6 @@ Knows: how ids are spelled. Must not know: randomness; what must be random arriv
 from __future__ import annotations
 
 import hashlib
-from functools import lru_cache
 
 import msgspec
 
@@ -26,7 +25,6 @@ class LoadId(msgspec.Struct, frozen=True, gc=False):
         return f"{self.incarnation}:{self.sequence}"
 
 
-@lru_cache(maxsize=256)  # an audit reads a target's three times, one after the other
 def parse_load_id(text: str) -> LoadId:
     """Take a load id apart at its last colon; ContractError unless it is spelled canonically."""
     incarnation, _, digits = text.rpartition(":")

@@ -73,10 +73,10 @@ def test_the_command_says_what_caught_each_mutant() -> None:
     command = [sys.executable, "-m", "tests.simulation.mutants", "--module", "findings", "--json"]
     done = subprocess.run(command, cwd=CORE.parents[1], capture_output=True, text=True, check=True)
     verdicts = json.loads(done.stdout)
-    assert [verdict["kind"] for verdict in verdicts] == [
+    assert {verdict["kind"] for verdict in verdicts} == {
         "drop self.violations.append(found)",
         "drop self.violations += later.violations",
         "drop self.unchecked += later.unchecked",
-    ]
+    }
     assert {verdict["by"] for verdict in verdicts} == {"units"}
     assert all(verdict["what"].startswith("tests/unit/test_") for verdict in verdicts)

@@ -330,7 +330,7 @@ def test_an_engine_that_restarts_between_its_verification_and_the_commit_has_its
     """The other member is late, so that the new boot joins before the commit: the elder's word counts."""
 
     def script(d: Deployment) -> None:
-        d.when("SenderReady", lambda: d.pause("engine-1", 1.7))
+        d.when("EngineFenced", lambda: d.pause("engine-1", 1.7), boot="engine-1.1")
         d.when("ReceiverVerified", lambda: d.current("engine-0").kill(), 2, boot="engine-0.1")
 
     run = Run(seed, script)

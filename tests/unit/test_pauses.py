@@ -175,6 +175,17 @@ def test_generation_stops_between_two_tokens_and_goes_on_as_if_it_had_not(tmp_pa
     )
 
 
+def test_a_stop_that_is_taken_back_at_once_starts_no_second_cache(tmp_path: Path) -> None:
+    """A fence that is given up clears it while the engine is between two groups: the second one has not begun."""
+    found, short = Found(tmp_path), Prompt(ids=(11, 10), max_tokens=20, seed=3)
+    asked = iter([False, False, True])
+    first = found.engine.generate_until([short, LONG], lambda: next(asked, False))
+    assert [len(each.ids) for each in first.completions] == [2, 0]
+    second = found.engine.generate_until([short, LONG], never, first.kept)
+    assert same(second.completions[0], by_hand(short, ("base", 20)))
+    assert same(second.completions[1], by_hand(LONG, ("base", 20)))
+
+
 # -- staged: under the swap
 
 

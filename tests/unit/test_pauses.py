@@ -437,15 +437,14 @@ async def test_a_batch_is_not_retracted_for_ever(tmp_path: Path) -> None:
 
 async def test_an_engine_that_ends_waits_not_even_for_what_is_retracted_no_more(tmp_path: Path) -> None:
     async with scene(tmp_path) as it:
-        for n in range(MAX_RETRACTIONS + 1):
+        (asked,) = await it.ask_and_halt(7, LONG)
+        for n in range(MAX_RETRACTIONS):
+            it.found.see(*TARGETED)
+            await it.found.say(Fence("pub1", n, "retract"))
             it.engine.halt_at = 7
             it.engine.halts.clear()
             it.found.see(*SERVING)
-            (asked,) = [asked] if n else it.ask(LONG)
             await until(it.engine.halts.is_set)
-            it.found.see(*TARGETED)
-            if n < MAX_RETRACTIONS:
-                await it.found.say(Fence("pub1", n, "retract"))
         it.server.end()
         it.worker.cancel()
         done, _ = await asyncio.wait({it.worker}, timeout=1.0)

@@ -86,25 +86,28 @@ class Server:
         """409 for another boot's request, 400 for one that cannot be read, 503 when too many wait or it ends."""
         if request.headers.get(BOOT_HEADER) != self.agent.me.boot:
             return web.json_response({"error": f"this is boot {self.agent.me.boot}"}, status=409)
-        if self._ends.is_set():
-            return web.json_response({"error": f"boot {self.agent.me.boot} ends"}, status=503)
         try:
-            prompt = msgspec.json.decode(await request.read(), type=Prompt)
-            waiting = _Waiting(prompt, asyncio.get_running_loop().create_future())
-            self.queue.put_nowait(waiting)
-            self._asked.add(waiting.done)
-            waiting.done.add_done_callback(self._asked.discard)
-        except msgspec.DecodeError as error:
+            generated = await self._enter(msgspec.json.decode(await request.read(), type=Prompt))
+        except (msgspec.DecodeError, Rejected) as error:
             return web.json_response({"error": str(error)}, status=400)
         except asyncio.QueueFull:
             return web.json_response({"error": f"{MAX_WAITING} requests wait already"}, status=503)
-        try:
-            generated = await waiting.done
-        except Rejected as error:
-            return web.json_response({"error": str(error)}, status=400)
         except Unavailable as error:
             return web.json_response({"error": str(error)}, status=503)
         return web.Response(body=msgspec.json.encode(generated), content_type="application/json")
+
+    def _enter(self, prompt: Prompt) -> asyncio.Future[Generated]:
+        """Raises QueueFull, and Unavailable once nobody takes anything from the queue any more."""
+        if self._ends.is_set():
+            raise self._ending()
+        waiting = _Waiting(prompt, asyncio.get_running_loop().create_future())
+        self.queue.put_nowait(waiting)
+        self._asked.add(waiting.done)
+        waiting.done.add_done_callback(self._asked.discard)
+        return waiting.done
+
+    def _ending(self) -> Unavailable:
+        return Unavailable(f"boot {self.agent.me.boot} ends")
 
     def end(self) -> None:
         """Nobody is heard any more, and what is being generated ends at the next token: also what no pause may stop."""
@@ -118,7 +121,7 @@ class Server:
         finally:
             self.end()
             for done in [done for done in self._asked if not done.done()]:
-                done.set_exception(Unavailable(f"boot {self.agent.me.boot} ends"))
+                done.set_exception(self._ending())
 
     async def _serve(self, batch: _Batch, most: int) -> None:
         """Generate for `batch` and up to `most` of those who wait. A gate that closes meanwhile makes them wait on; a

@@ -36,7 +36,7 @@ class Committed(NamedTuple):
 
 class Refused(NamedTuple):
     """It will not be published, and nothing was paused for it. `cause`: rejected, discarded, superseded, base_lost,
-    transport, mode."""
+    transport, mode, pause."""
 
     step: int
     candidate: str
@@ -58,8 +58,8 @@ Outcome = Committed | Refused | Halted
 
 
 class Endings(msgspec.Struct):
-    """Evidence by load id, causes by candidate or job, candidates by publication, the first release by candidate. What
-    is said of a rollback is said of a candidate that was committed, which is never asked about."""
+    """Evidence by load id, causes by candidate or job, candidates by publication, the first release by candidate. Of a
+    rollback nothing is taken down but its evidence: its candidate had been released before, if not on this log."""
 
     evidence: dict[str, tuple[Evidence, ...]] = {}
     causes: dict[str, tuple[str, str]] = {}
@@ -70,10 +70,11 @@ class Endings(msgspec.Struct):
 def note(endings: Endings, event: Event) -> None:
     """Take down what an event says of an end. Void or not: whether there was an end is asked of the world."""
     match event:
-        case ReleaseCommitted(load_id=load_id, candidate=candidate, evidence=evidence):
+        case ReleaseCommitted(publication=publication, load_id=load_id, candidate=candidate, evidence=evidence):
             endings.evidence.setdefault(load_id, evidence)
-            endings.released.setdefault(candidate, load_id)
-        case TargetPersisted(publication=publication, candidate=candidate):
+            if publication in endings.targets:
+                endings.released.setdefault(candidate, load_id)
+        case TargetPersisted(publication=publication, candidate=candidate, request=0):
             endings.targets.setdefault(publication, candidate)
         case PublicationHalted(publication=publication) if publication in endings.targets:
             endings.causes.setdefault(endings.targets[publication], (event.reason, event.detail))

@@ -35,7 +35,7 @@ async def _build(config: Config, journal: Journal, me: Me, stack: contextlib.Asy
     worker = asyncio.create_task(server.work())
     worker.add_done_callback(_died)
     stack.callback(worker.cancel)
-    stack.callback(agent.stop.set)  # nobody waits for what is being generated when the process ends
+    stack.callback(server.end)  # nobody waits for what is being generated when the process ends
     if config.inference.lease_s:
         renewing = asyncio.create_task(agent.renew(journal))
         renewing.add_done_callback(_died)

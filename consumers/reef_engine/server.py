@@ -7,14 +7,15 @@ Requests that arrive while the gate is closed wait; what is generated together w
 from __future__ import annotations
 
 import asyncio
+import threading
 from typing import Any, NamedTuple
 
 import msgspec
 from aiohttp import web
 
 from consumers.reef_engine.agent import Agent
-from reef_bus.backends import BOOT_HEADER, Completion, Generated, Generation, Prompt, never
-from reef_bus.core.publication import RETRACT
+from reef_bus.backends import BOOT_HEADER, Completion, Generated, Generation, Prompt, Stop
+from reef_bus.core.publication import IN_PLACE, RETRACT
 from reef_bus.errors import Rejected, Unavailable
 from reef_bus.events import Span
 from reef_bus.runner import blocking
@@ -41,6 +42,14 @@ class _Batch:
         self.kept: Any = None
         self.spans: list[list[Span]] = []
 
+    def retract(self) -> None:
+        self.retractions += 1
+        self.start_over()
+
+    def kept_of(self) -> str:
+        """The version that it was stopped with; empty if nothing is kept of it."""
+        return next((spans[-1].load_id for spans in self.spans if self.kept is not None), "")
+
     def gone(self) -> bool:
         """Nobody waits for it. Until it was begun, it is rid of those who do not; later, they take their part to the
         end."""
@@ -65,6 +74,7 @@ class Server:
         self.max_batch = max_batch
         self.queue: asyncio.Queue[_Waiting] = asyncio.Queue(MAX_WAITING)
         self._asked: set[asyncio.Future[Generated]] = set()
+        self._ends = threading.Event()
 
     def routes(self) -> list[web.RouteDef]:
         return [web.post("/generate", self.generate), web.get("/healthz", self.healthz)]
@@ -77,22 +87,31 @@ class Server:
         if request.headers.get(BOOT_HEADER) != self.agent.me.boot:
             return web.json_response({"error": f"this is boot {self.agent.me.boot}"}, status=409)
         try:
-            prompt = msgspec.json.decode(await request.read(), type=Prompt)
-            waiting = _Waiting(prompt, asyncio.get_running_loop().create_future())
-            self.queue.put_nowait(waiting)
-            self._asked.add(waiting.done)
-            waiting.done.add_done_callback(self._asked.discard)
-        except msgspec.DecodeError as error:
+            generated = await self._enter(msgspec.json.decode(await request.read(), type=Prompt))
+        except (msgspec.DecodeError, Rejected) as error:
             return web.json_response({"error": str(error)}, status=400)
         except asyncio.QueueFull:
             return web.json_response({"error": f"{MAX_WAITING} requests wait already"}, status=503)
-        try:
-            generated = await waiting.done
-        except Rejected as error:
-            return web.json_response({"error": str(error)}, status=400)
         except Unavailable as error:
             return web.json_response({"error": str(error)}, status=503)
         return web.Response(body=msgspec.json.encode(generated), content_type="application/json")
+
+    def _enter(self, prompt: Prompt) -> asyncio.Future[Generated]:
+        """Raises QueueFull, and Unavailable once nobody takes anything from the queue any more."""
+        if self._ends.is_set():
+            raise self._ending()
+        waiting = _Waiting(prompt, asyncio.get_running_loop().create_future())
+        self.queue.put_nowait(waiting)
+        self._asked.add(waiting.done)
+        waiting.done.add_done_callback(self._asked.discard)
+        return waiting.done
+
+    def _ending(self) -> Unavailable:
+        return Unavailable(f"boot {self.agent.me.boot} ends")
+
+    def end(self) -> None:
+        """Nobody is heard any more, and what is being generated ends at the next token: also what no pause may stop."""
+        self._ends.set()
 
     async def work(self) -> None:
         """Generate for ever. Whoever still waits in the end hears of it at once, and asks another engine."""
@@ -100,8 +119,9 @@ class Server:
             while True:
                 await self._serve(_Batch(await self.queue.get()), self.max_batch)
         finally:
+            self.end()
             for done in [done for done in self._asked if not done.done()]:
-                done.set_exception(Unavailable(f"boot {self.agent.me.boot} ends"))
+                done.set_exception(self._ending())
 
     async def _serve(self, batch: _Batch, most: int) -> None:
         """Generate for `batch` and up to `most` of those who wait. A gate that closes meanwhile makes them wait on; a
@@ -123,25 +143,37 @@ class Server:
         async with self.agent.memory:
             if not self.agent.gate():
                 return False
+            self._part(batch)
             while batch.kept is None and len(batch.requests) < most and not self.queue.empty():
                 batch.requests.append(self.queue.get_nowait())
             return batch.gone() or await self._generate(batch)
+
+    def _part(self, batch: _Batch) -> None:
+        """Two versions make one answer only where the newer one stopped generation in place. What had been stopped
+        before, for a release that did not come about, starts over if the one that did was to drain or to retract."""
+        head = self.agent.world.publications.head
+        if head is not None and batch.kept_of() not in ("", head.load_id) and self.agent.pause != IN_PLACE:
+            batch.retract()
+
+    def _stop(self, batch: _Batch) -> Stop:
+        """Whether it is to stop: for a pause, unless it has been retracted often enough; and when the engine ends."""
+        if batch.retractions >= MAX_RETRACTIONS:
+            return self._ends.is_set
+        return lambda: self.agent.stop.is_set() or self._ends.is_set()
 
     async def _generate(self, batch: _Batch) -> bool:
         """Whether it came to its end. Raises Rejected when the engine refuses one of the prompts; then none was
         answered."""
         agent, world = self.agent, self.agent.world
         head = world.publications.head
-        assert head is not None and agent.may_generate()
+        assert head is not None  # the gate is open; a lease may end at any moment, and the batch in hand is finished
         load_id, as_of = head.load_id, world.seq
         prompts = [waiting.prompt for waiting in batch.requests]
-        stop = agent.stop.is_set if batch.retractions < MAX_RETRACTIONS else never
-        found: Generation = await blocking(agent.backend.generate_until, prompts, stop, batch.kept)
+        found: Generation = await blocking(agent.backend.generate_until, prompts, self._stop(batch), batch.kept)
         batch.add(found, load_id, as_of, agent.world.seq)
         self._answer(batch, found.completions)
         if batch.kept is not None and agent.pause == RETRACT:
-            batch.retractions += 1
-            batch.start_over()
+            batch.retract()
         return found.kept is None
 
     def _answer(self, batch: _Batch, completions: list[Completion]) -> None:

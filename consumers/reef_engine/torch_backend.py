@@ -59,16 +59,19 @@ class TorchEngine(InferenceBackend):
         return self.generate_until(prompts, never).completions
 
     def generate_until(self, prompts: Sequence[Prompt], stop: Stop, kept: Any = None) -> Generation:
-        """Raises as `generate`. Group after group: at most one of those that are kept has a KV cache."""
+        """Raises as `generate`. Group after group: at most one of those that are kept has a KV cache, also when `stop`
+        is taken back as soon as one group has seen it."""
         policy = self._started()
         torch.set_num_threads(1)  # the setting belongs to a thread, and the caller's may be a new one
         groups: list[Group] = self._begin(prompts) if kept is None else kept
         answers: dict[int, Completion] = {}
+        going = True
         for group in groups:
-            group.sampling.go_on(policy, stop)
+            if going:
+                group.sampling.go_on(policy, stop)
+                going = group.sampling.done()
             answers.update(zip(group.places, _completions(group.sampling), strict=True))
-        whole = all(group.sampling.done() for group in groups)
-        return Generation([answers[index] for index in range(len(prompts))], None if whole else groups)
+        return Generation([answers[index] for index in range(len(prompts))], None if going else groups)
 
     def stage(self) -> Pieces:
         self._started()

@@ -121,6 +121,7 @@ def test_a_rolled_log_decides_as_the_whole_one(seed: int, data: st.DataObject) -
     joined = len(fleet.engines) + 1
     for recorded, again in zip(fleet.log[at:], log, strict=True):
         assert fold(whole, recorded) == fold(world, again), f"{recorded.seq} {recorded.name}"
+        assert world.queue == whole.queue, f"{recorded.seq} {recorded.name}"
         joined -= recorded.name in JOINS
         if joined <= 0:
             assert decided(world, recorded.time, fleet) == decided(whole, recorded.time, fleet), recorded.seq
@@ -166,9 +167,10 @@ def test_a_restored_log_ends_what_was_open(seed: int) -> None:
         assert fold(again, opened) == ""
         assert (again.training.job, again.publications.open, again.tails["deployment"].open) == (None, None, "")
         assert again.training.last_batch == world.training.last_batch
+        waiting = [c for c in again.training.selected if c not in again.publications.ended]
+        assert again.queue == waiting
         if world.publications.open:
             candidate = world.publications.open.candidate
             assert again.publications.ended.get(candidate, "halted") == "halted"
-            waiting = [c for c in again.training.selected if c not in again.publications.ended]
             assert candidate not in waiting and again.publications.sequence == world.publications.sequence
         assert start.head == (world.publications.head.load_id if world.publications.head else "")

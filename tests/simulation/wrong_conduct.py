@@ -296,7 +296,7 @@ CONDUCT = (
     Breakage(
         "kv-kept-over-retract",
         "a request that is to start over goes on with the tokens and the KV cache that it had",
-        (Edit(SERVER + "_generate", "batch.start_over()", "batch.spans = []"),),
+        (Edit(SERVER + "_generate", "batch.retract()", "batch.spans = []"),),
         under(Shape(eager=True, pause="retract", generate_s=0.2)),
     ),
     Breakage(

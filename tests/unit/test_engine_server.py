@@ -174,3 +174,23 @@ async def test_whoever_waits_when_the_engine_ends_is_told_at_once(running: Runni
     running.worker.cancel()
     backend.may_end.set()
     assert [(await each)[0] for each in asked] == [503] * 3
+
+
+async def test_whoever_asks_when_the_engine_has_ended_is_told_at_once(running: Running) -> None:
+    """Connections outlive the worker for a moment: a request that nobody takes would hold the process up."""
+    see(running.server.agent, *SERVING)
+    assert running.worker
+    running.worker.cancel()
+    await asyncio.gather(running.worker, return_exceptions=True)
+    assert (await running.ask())[0] == 503
+
+
+async def test_a_lease_that_ends_as_generation_begins_ends_no_engine(
+    running: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The gate was open: the batch is in hand, as if the lease had ended a moment later."""
+    looks = iter([True])
+    see(running.server.agent, *SERVING)
+    monkeypatch.setattr(running.server.agent, "_in_touch", lambda: next(looks, False))
+    assert (await running.ask())[0] == 200
+    assert running.worker and not running.worker.done()

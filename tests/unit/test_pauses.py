@@ -86,6 +86,7 @@ class Scene:
         self.engine = Paced()
         self.found = Found(folder, self.engine)
         self.server = Server(self.found.agent, 4)
+        self.worker = asyncio.create_task(self.server.work())
 
     def ask(self, *prompts: Prompt) -> list[asyncio.Future[Generated]]:
         asked = [_Waiting(prompt, asyncio.get_running_loop().create_future()) for prompt in prompts]
@@ -110,13 +111,12 @@ class Scene:
 @contextlib.asynccontextmanager
 async def scene(folder: Path) -> AsyncIterator[Scene]:
     found = Scene(folder)
-    worker = asyncio.create_task(found.server.work())
     try:
         yield found
     finally:
         found.engine.goes_on.set()
-        worker.cancel()
-        await asyncio.gather(worker, return_exceptions=True)
+        found.worker.cancel()
+        await asyncio.gather(found.worker, return_exceptions=True)
 
 
 # -- what must come out, from the model itself
@@ -173,6 +173,17 @@ def test_generation_stops_between_two_tokens_and_goes_on_as_if_it_had_not(tmp_pa
     assert all(
         same(each, by_hand(prompt, ("base", 20))) for prompt, each in zip(prompts, second.completions, strict=True)
     )
+
+
+def test_a_stop_that_is_taken_back_at_once_starts_no_second_cache(tmp_path: Path) -> None:
+    """A fence that is given up clears it while the engine is between two groups: the second one has not begun."""
+    found, short = Found(tmp_path), Prompt(ids=(11, 10), max_tokens=20, seed=3)
+    asked = iter([False, False, True])
+    first = found.engine.generate_until([short, LONG], lambda: next(asked, False))
+    assert [len(each.ids) for each in first.completions] == [2, 0]
+    second = found.engine.generate_until([short, LONG], never, first.kept)
+    assert same(second.completions[0], by_hand(short, ("base", 20)))
+    assert same(second.completions[1], by_hand(LONG, ("base", 20)))
 
 
 # -- staged: under the swap
@@ -329,6 +340,34 @@ async def test_after_a_halt_it_goes_on_with_the_incumbent_and_says_that_it_had_s
     assert same(answer.completion, by_hand(LONG, ("base", 20)))
 
 
+@pytest.mark.parametrize("pause", ["drain", "retract", "in_place"])
+async def test_what_was_stopped_for_a_halted_release_goes_on_over_the_next_one_only_if_that_is_in_place(
+    tmp_path: Path, pause: str
+) -> None:
+    """The second target comes before the incumbent was proven again: nothing is in hand then, and yet it is kept."""
+    over = (*TARGETED, fenced("e0", 1), fenced("e1", 1), halted(1), *trained("c2", "base", 2))
+    over = (*over, msgspec.structs.replace(target(2, "c2", E0, E1, parent=0), pause=pause))
+    both = (*over, fenced("e0", 2), fenced("e1", 2), offered(2, "c2"))
+    async with scene(tmp_path) as it:
+        (asked,) = await it.ask_and_halt(7, LONG)
+        it.found.see(*TARGETED)
+        await it.found.say(Fence("pub1", 1, "in_place"))
+        it.found.see(*over)
+        await it.found.say(Fence("pub2", 1, pause))
+        it.found.see(*both)
+        blob, manifest = it.found.kept["c2"]
+        await it.found.say(Receive("pub2", 1, "inc:2", manifest.digest, "files", blob.digest, "", 5.0))
+        done = (verified_fact("e0", 2, "c2"), verified_fact("e1", 2, "c2"))
+        committing = msgspec.structs.replace(committed(2, "c2", E0, E1), parent="inc:0")
+        it.found.see(*both, *done, committing)
+        answer = await asked
+    mixed = pause == "in_place"
+    assert [(s.load_id, s.count) for s in answer.spans] == ([("inc:0", 7), ("inc:2", 13)] if mixed else [])
+    assert answer.load_id == ("inc:0" if mixed else "inc:2")
+    parts = (("base", 7), ("c2", 13)) if mixed else (("c2", 20),)
+    assert same(answer.completion, by_hand(LONG, *parts))
+
+
 async def test_a_fence_that_is_given_up_while_it_waits_lets_generation_go_on(tmp_path: Path) -> None:
     async with scene(tmp_path) as it:
         (asked,) = await it.ask_and_halt(7, LONG)
@@ -394,6 +433,22 @@ async def test_a_batch_is_not_retracted_for_ever(tmp_path: Path) -> None:
         await fence
     assert it.engine.calls == 1 + MAX_RETRACTIONS and answer.spans == ()
     assert same(answer.completion, by_hand(LONG, ("base", 20)))
+
+
+async def test_an_engine_that_ends_waits_not_even_for_what_is_retracted_no_more(tmp_path: Path) -> None:
+    async with scene(tmp_path) as it:
+        (asked,) = await it.ask_and_halt(7, LONG)
+        for n in range(MAX_RETRACTIONS):
+            it.found.see(*TARGETED)
+            await it.found.say(Fence("pub1", n, "retract"))
+            it.engine.halt_at = 7
+            it.engine.halts.clear()
+            it.found.see(*SERVING)
+            await until(it.engine.halts.is_set)
+        it.server.end()
+        it.worker.cancel()
+        done, _ = await asyncio.wait({it.worker}, timeout=1.0)
+        assert done and not asked.done()
 
 
 async def test_an_engine_says_how_it_can_be_stopped(tmp_path: Path) -> None:

@@ -170,6 +170,23 @@ def test_a_part_that_would_be_a_wrong_answer_is_found(
     assert invariants(audited(*parts)) == broken
 
 
+def loaded(*parts: tuple[int, int, int, int]) -> Audit:
+    """Of an engine whose swap failed: it loaded the release, and once more proved what it then held."""
+    found = test_invariants_staged.play()
+    found.edit("ReceiverVerified", 3, method="artifact")
+    found.say(holds("e0", 1, "c1"))
+    whole = replace(answer("r1", E0, parts[0][0], parts[0][2], {}), done_as_of=parts[-1][3], answer_tokens=5)
+    found.record(replace(whole, spans=spans(*parts) if len(parts) > 1 else ()))
+    return found.audit()
+
+
+def test_no_part_reaches_over_a_load_either_and_every_part_may_over_a_second_proof() -> None:
+    again = SWAP + 2
+    assert loaded((0, 2, 7, COMMIT), (1, 3, SWAP, SWAP)).violations == ()
+    assert invariants(loaded((0, 5, 7, SWAP))) == invariants(loaded((0, 2, 7, SWAP), (1, 3, SWAP, SWAP))) == {2}
+    assert loaded((1, 5, SWAP, again)).violations == ()
+
+
 def test_parts_that_do_not_make_up_the_answer_are_found() -> None:
     assert invariants(audited((0, 2, 7, COMMIT), (1, 2, SWAP, SWAP))) == {1}
     assert invariants(audited((0, 2, 7, COMMIT), (1, 3, SWAP, SWAP), load_id="inc:1")) == {1}

@@ -124,7 +124,7 @@ def _to_keep(history: History, config: Config, store: ArtifactStore) -> list[str
     """All that the history stands on, but for what was removed because no release within reach needs it."""
     spare = _spare(history, config.artifacts.keep)
     removed = {digest for digest in spare if not store.has(digest)}
-    return sorted((named(history) - removed) | _links(history, removed, store) | _archives(history, store))
+    return sorted((named(history) - removed) | _links(history, spare, store) | _archives(history, store))
 
 
 def _spare(history: History, keep: int) -> frozenset[str]:
@@ -134,15 +134,17 @@ def _spare(history: History, keep: int) -> frozenset[str]:
     return blobs_of(found.spare) - blobs_of(found.needed)
 
 
-def _links(history: History, removed: set[str], store: ArtifactStore) -> set[str]:
-    """What the weights that are kept as chains stand on."""
+def _links(history: History, spare: frozenset[str], store: ArtifactStore) -> set[str]:
+    """What the weights that are kept as chains stand on; of spare ones, what is still there: a sweep that was
+    interrupted may have left the chain, and nothing under it."""
     found: set[str] = set()
-    for digest in sorted(_weights(history) - removed):
+    for digest in sorted(_weights(history)):
         try:
             chain = chain_at(store, digest)
         except TransferError as error:
             raise ContractError(f"a chain of deltas is damaged: {error}") from error
-        found |= chain.blobs if chain else frozenset()
+        stands = chain.blobs if chain else frozenset()
+        found |= {each for each in stands if digest not in spare or store.has(each)}
     return found
 
 

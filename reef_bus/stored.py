@@ -28,6 +28,7 @@ from reef_bus.backends import Piece, Pieces
 from reef_bus.errors import ContractError, DeltaError, TransferError
 from reef_bus.events import Blob
 from reef_bus.manifest import Manifest, describe, require_fit
+from reef_bus.shelf import hash_file
 from reef_bus.transport import transfer_errors
 
 _MAGIC = b'{"format":"reef-chain.v1"'
@@ -209,11 +210,24 @@ def arriving(store: ArtifactStore, digest: str) -> Generator[int, None, bytes]:
 
 
 @contextlib.contextmanager
+def blob_file(store: ArtifactStore, digest: str) -> Iterator[Path]:
+    """As `ArtifactStore.local`, its bytes compared with their name. Raises TransferError where they are others,
+    TransferError or ContractError where there are none."""
+    with store.local(digest) as path:
+        with transfer_errors(store.where(digest)):
+            found = hash_file(path)
+        if found != digest:
+            said = f"{store.where(digest)} is damaged: its bytes hash to {found}"
+            raise TransferError("mismatch", f"{said}; remove it and copy it there again")
+        yield path
+
+
+@contextlib.contextmanager
 def as_file(store: ArtifactStore, weights: str, manifest: str, scratch: Path) -> Iterator[Path]:
     """The version as a safetensors file, however it is kept; one that had to be made lies in `scratch`, and is gone
-    afterwards. Raises TransferError, ContractError."""
+    afterwards. Raises as `blob_file`."""
     if chain_at(store, weights) is None:
-        with store.local(weights) as path:
+        with blob_file(store, weights) as path:
             yield path
         return
     with tempfile.TemporaryDirectory(dir=scratch) as folder:

@@ -29,7 +29,7 @@ from reef_bus.journal import Journal
 from reef_bus.manifest import Manifest
 from reef_bus.runner import Role, blocking
 from reef_bus.samples import Batch, decode_batch, encode_batch
-from reef_bus.stored import Saved, as_file, save
+from reef_bus.stored import Saved, as_file, blob_file, save
 from reef_bus.sweep import sweep
 
 KEPT_STATES = 3  # the head, the candidate being published, and the one being trained
@@ -143,7 +143,7 @@ class Trainer(Authority):
             with contextlib.ExitStack() as stack:
                 version = as_file(self.store, candidate.weights.digest, candidate.manifest, scratch)
                 weights = stack.enter_context(version)
-                optimizer = stack.enter_context(self.store.local(kept.digest)) if kept else None
+                optimizer = stack.enter_context(blob_file(self.store, kept.digest)) if kept else None
                 return self.backend.load(weights, optimizer)
         except TransferError as error:
             raise ContractError(f"candidate {candidate.id} cannot be read: {error}") from error

@@ -165,6 +165,22 @@ def test_a_base_that_cannot_be_read_halts_and_names_the_blob(tmp_path: Path) -> 
         found.make()
 
 
+@pytest.mark.parametrize("part", ["weights", "optimizer"])
+def test_nobody_trains_on_from_a_base_whose_bytes_are_others(tmp_path: Path, part: str) -> None:
+    """Bytes that a backend would read without complaint: an earlier candidate's, in the place of the base's."""
+    found = Found(tmp_path, Config())
+    found.register()
+    found.make()
+    base, last = (getattr(each, part) for each in found.candidates)
+    path = found.store.path(last.digest)
+    path.unlink()
+    path.write_bytes(found.store.path(base.digest).read_bytes())
+    found.reboot()
+    with pytest.raises(ContractError, match=f"{last.digest} is damaged"):
+        found.make()
+    assert found.backend.loaded == []
+
+
 def test_what_an_attached_loop_made_stays_in_full_and_is_told_from_its_base(tmp_path: Path) -> None:
     config = msgspec.structs.replace(BOTH, training=Training(backend="attached"), state_dir=str(tmp_path))
     store = ArtifactStore(config.folder("artifacts"))

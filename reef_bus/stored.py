@@ -263,8 +263,8 @@ def longer(store: ArtifactStore, new: Pieces, manifest: Manifest, base: Base | N
         store.put(manifest.encode())
         chain = Chain(before.anchor, before.manifest, (*before.links, Link(delta, manifest.digest)))
         _whole(store, chain, manifest)
-    except TransferError as error:
-        _logger.warning("there will be no delta to %s, only its full bytes: %s", manifest.digest, error)
+    except (TransferError, MemoryError) as error:
+        _logger.warning("there will be no delta to %s, only its full bytes: %r", manifest.digest, error)
         return None
     return chain
 

@@ -181,29 +181,71 @@ def test_nobody_trains_on_from_a_base_whose_bytes_are_others(tmp_path: Path, par
     assert found.backend.loaded == []
 
 
+class Attachment:
+    """An attached loop whose job 1 was handed in, and is open: its weights are version 1, its base version 0."""
+
+    def __init__(self, folder: Path) -> None:
+        config = msgspec.structs.replace(BOTH, training=Training(backend="attached"), state_dir=str(folder))
+        self.store = ArtifactStore(config.folder("artifacts"))
+        self.role = Attached(config, ME, self.store)
+        before, first = save_weights(self.store, weights(0))
+        self.blob, manifest = save_weights(self.store, weights(1))
+        self.base = Candidate(
+            id="base", base="", step=0, weights=before, optimizer=None, manifest=first.digest, tensor_bytes=SIZE, seq=1
+        )
+        batch = Batch(
+            job="j",
+            step=1,
+            base="base",
+            seed=0,
+            samples=(),
+            records=(),
+            floor=0,
+            taken=(),
+            given=Given(weights=self.blob, manifest=manifest.digest),
+        )
+        self.job = Job(id="j", step=1, base="base", batch=self.store.put(encode_batch(batch)), seq=2)
+
+    def make(self) -> CandidateReady:
+        said = self.role._train(Train(self.job, self.base))
+        assert isinstance(said, CandidateReady)
+        return said
+
+
 def test_what_an_attached_loop_made_stays_in_full_and_is_told_from_its_base(tmp_path: Path) -> None:
-    config = msgspec.structs.replace(BOTH, training=Training(backend="attached"), state_dir=str(tmp_path))
-    store = ArtifactStore(config.folder("artifacts"))
-    role = Attached(config, ME, store)
-    (before, first), (blob, manifest) = save_weights(store, weights(0)), save_weights(store, weights(1))
-    base = Candidate(
-        id="base", base="", step=0, weights=before, optimizer=None, manifest=first.digest, tensor_bytes=SIZE, seq=1
-    )
-    batch = Batch(
-        job="j",
-        step=1,
-        base="base",
-        seed=0,
-        samples=(),
-        records=(),
-        floor=0,
-        taken=(),
-        given=Given(weights=blob, manifest=manifest.digest),
-    )
-    job = Job(id="j", step=1, base="base", batch=store.put(encode_batch(batch)), seq=2)
-    said = role._train(Train(job, base))
-    assert isinstance(said, CandidateReady)
-    assert said.weights == blob and said.delta and said.delta.size < SIZE
+    found = Attachment(tmp_path)
+    said = found.make()
+    assert said.weights == found.blob and said.delta and said.delta.size < SIZE
+
+
+def test_what_an_attached_loop_made_and_is_damaged_since_halts_and_ends_no_boot(tmp_path: Path) -> None:
+    """A boot that ends is started again, and ends again; what halts waits for a person, and says for what."""
+    found = Attachment(tmp_path)
+    path = found.store.path(found.blob.digest)
+    path.chmod(0o644)
+    path.write_bytes(path.read_bytes()[:-1] + b"?")
+    with pytest.raises(ContractError, match=f"the weights of job j cannot be read: .*{found.blob.digest}"):
+        found.make()
+
+
+def exhausted(*_: object, **__: object) -> Any:
+    raise MemoryError
+
+
+def test_no_memory_for_a_delta_is_no_reason_to_have_no_candidate(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found, attached = Found(tmp_path / "trainer"), Attachment(tmp_path / "attached")
+    found.register()
+    for place in ("reef_bus.delta.encode", "reef_bus.stored._room", "reef_bus.authority.read"):
+        with monkeypatch.context() as patch:
+            patch.setattr(place, exhausted)
+            said = attached.make()
+            assert said.weights == attached.blob and said.delta is None
+            if place != "reef_bus.authority.read":
+                made = found.make()
+                assert made.delta is None and chain_at(found.store, made.weights.digest) is None
+    assert found.make().delta is not None
 
 
 # -- the offer

@@ -23,7 +23,7 @@ from reef_bus.config import Artifacts, Config, Publication, Training, build, che
 from reef_bus.core.effects import Me, OfferWeights, Train
 from reef_bus.core.publication import Publication as Open
 from reef_bus.core.training import Candidate, Job
-from reef_bus.errors import ContractError, Rejected
+from reef_bus.errors import ContractError, Rejected, Unavailable
 from reef_bus.events import Blob, CandidateReady, ScenarioRegistered, SenderReady
 from reef_bus.journal import MemoryJournal, MemoryStreams
 from reef_bus.manifest import Manifest, describe
@@ -48,6 +48,7 @@ class Counting(TrainingBackend):
 
     def __init__(self) -> None:
         self.loaded: list[int] = []
+        self.trained = 0
 
     def initial(self) -> int:
         return 0
@@ -60,6 +61,7 @@ class Counting(TrainingBackend):
         return number
 
     def train(self, state: int, batch: Sequence[Sample], seed: int) -> tuple[int, dict[str, float]]:
+        self.trained += 1
         return state + 1, {}
 
     def weights(self, state: int) -> Pieces:
@@ -142,6 +144,34 @@ def test_a_trainer_that_trains_in_place_is_not_asked_for_what_it_trained_from(tm
     assert found.backend.loaded == [], "to load the base would undo the step"
     for number, each in enumerate(made, 1):
         assert each.delta and describe(read(found.store, each.weights.digest, describe(weights(number))))
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("lost", range(1, 5))
+def test_a_store_that_does_not_answer_is_asked_again_and_nothing_is_trained_again_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_place: bool, lost: int
+) -> None:
+    """Delta, manifest, chain, optimizer state: whichever is not taken at first."""
+    found, calls = Found(tmp_path), 0
+    found.register()
+    found.backend.mutates_in_place = in_place
+    write = ArtifactStore.put_parts
+
+    def failing(store: ArtifactStore, parts: Any) -> Blob:
+        nonlocal calls
+        calls += 1
+        if calls == lost:
+            raise Unavailable("the server gives no answer")
+        return write(store, parts)
+
+    monkeypatch.setattr(ArtifactStore, "put_parts", failing)
+    with pytest.raises(Unavailable):
+        found.make()
+    found.make()
+    assert found.backend.trained == 1 and found.backend.loaded == []
+    assert found.candidates[1].manifest == describe(weights(1)).digest
+    found.make()
+    assert found.backend.trained == 2 and found.candidates[2].manifest == describe(weights(2)).digest
 
 
 def test_a_later_boot_trains_on_from_a_candidate_that_is_kept_as_a_chain(tmp_path: Path) -> None:

@@ -196,6 +196,24 @@ def test_a_second_sweep_finds_nothing_more(tmp_path: Path, monkeypatch: pytest.M
     sweep(store, config(tmp_path), split(candidates, 5), gone)
 
 
+def test_one_sweep_asks_for_so_many_blobs_and_begins_with_what_became_spare_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A boot knows nothing of what earlier ones removed, and its first job does not wait until it has asked for all."""
+    store, candidates = stored(tmp_path)
+    found, gone, asked = split(candidates, 5), set[str](), list[str]()
+    going, remove = removable(store, found), store.remove
+    monkeypatch.setattr("reef_bus.sweep.LIMIT", 4)
+    monkeypatch.setattr(store, "remove", lambda digest: asked.append(digest) or remove(digest))
+    sweep(store, config(tmp_path), found, gone)
+    assert len(asked) == 4
+    newest = _names(candidates[4]) & going
+    assert len(newest) == 2 and set(asked[:2]) == newest and set(asked[2:]) <= _names(candidates[3])
+    for _ in range(len(going) // 4 + 1):
+        sweep(store, config(tmp_path), found, gone)
+    assert set(asked) == going and len(asked) == len(going) and whole(store, 5, candidates[5])
+
+
 @pytest.mark.parametrize("harm", ["damaged", "gone"])
 def test_nothing_is_removed_while_it_is_uncertain_what_is_needed(tmp_path: Path, harm: str) -> None:
     store, candidates = stored(tmp_path)

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import io
 import re
 from collections.abc import Generator, Iterable, Iterator
 from pathlib import Path
+from typing import TypeVar
 
 import xxhash
 
@@ -20,6 +22,8 @@ from reef_bus.events import Blob
 from reef_bus.manifest import Manifest, TensorEntry, describe, layout_differences, require_fit
 from reef_bus.safetensors_file import encoded, header
 from reef_bus.shelf import SLICE_BYTES, Folder, Opened, Part, Shelf, blob_of, free, hash_file, spread
+
+T = TypeVar("T")
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 
@@ -103,13 +107,22 @@ class ArtifactStore:
 
     def get(self, digest: str) -> bytes:
         """The blob, its hash checked. Raises ContractError when it is missing or when other bytes lie in its place."""
-        with self._reading(checked(digest)), exhausted(self.fetch(digest)).file as file:
-            data = file.readall()
-        found = hashlib.sha256(data).hexdigest()
-        if found != digest:
+        return exhausted(self.arriving(digest))
+
+    def arriving(self, digest: str) -> Generator[int, None, bytes]:
+        """As `get`, yielding bytes as they come, and as they are compared."""
+        data, hasher = io.BytesIO(), hashlib.sha256()
+        with self._reading(checked(digest)):
+            opened = yield from self.fetch(digest)
+            with opened.file:
+                for part in _slices(opened, 0, opened.size):
+                    hasher.update(part)
+                    data.write(part)
+                    yield len(part)
+        if (found := hasher.hexdigest()) != digest:
             where = self.where(digest)
             raise ContractError(f"{where} is damaged: its bytes hash to {found}; remove it and copy it there again")
-        return data
+        return data.getvalue()
 
     def head(self, digest: str, nbytes: int) -> bytes:
         """Its first bytes, by which kinds of blobs are told apart; nothing is compared. Raises as `get`."""
@@ -258,14 +271,14 @@ def copy_weights(opened: Opened, into: Pieces) -> Generator[int, None, None]:
             yield count
 
 
-def exhausted(steps: Generator[int, None, Opened]) -> Opened:
+def exhausted(steps: Generator[int, None, T]) -> T:
     """What the generator returns; nobody looks at its steps."""
     while True:
         try:
             next(steps)
         except StopIteration as end:
-            opened: Opened = end.value
-            return opened
+            found: T = end.value
+            return found
 
 
 def _slices(opened: Opened, offset: int, nbytes: int) -> Iterator[memoryview]:

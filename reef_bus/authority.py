@@ -141,15 +141,23 @@ class Authority(Role):
         if not self.store.has(batch.given.weights.digest):
             raise ContractError(f"the weights of job {batch.job}, {batch.given.weights.digest}, are not in the store")
         manifest = Manifest.decode(self.store.get(batch.given.manifest))
-        return self.ready(effect.job, self._given(batch.given, manifest, effect.base))
+        try:
+            return self.ready(effect.job, self._given(batch.given, manifest, effect.base))
+        except TransferError as error:
+            raise ContractError(f"the weights of job {batch.job} cannot be read: {error}") from error
 
     def _given(self, given: Given, manifest: Manifest, base: Candidate) -> Saved:
-        """It is kept in full already; that it may be told from its base is all that is left to do."""
+        """It is kept in full already; that it may be told from its base is all that is left to do. Raises TransferError
+        where other bytes lie there."""
+        saved = Saved(given.weights, manifest)
         if not self.config.publication.delta:
-            return Saved(given.weights, manifest)
-        new = read(self.store, given.weights.digest, manifest)
-        chain = longer(self.store, new, manifest, self.base(base))
-        return Saved(given.weights, manifest, chain.links[-1].delta if chain else None)
+            return saved
+        try:
+            chain = longer(self.store, read(self.store, given.weights.digest, manifest), manifest, self.base(base))
+        except MemoryError as error:
+            log.warning("there is no room to tell %s from its base: %r", given.manifest, error)
+            return saved
+        return saved._replace(delta=chain.links[-1].delta) if chain else saved
 
     def base(self, candidate: Candidate) -> Base | None:
         """A candidate as what another one is told from; None where it cannot be read, which is no reason to halt. Who
@@ -159,8 +167,8 @@ class Authority(Role):
             stored = self.in_place()
             pieces = read(self.store, candidate.weights.digest, manifest) if stored else self.weights(candidate)
             return Base(candidate.weights, manifest, pieces)
-        except (TransferError, ContractError) as error:
-            log.warning("nothing is told from candidate %s: %s", candidate.id, error)
+        except (TransferError, ContractError, MemoryError) as error:
+            log.warning("nothing is told from candidate %s: %r", candidate.id, error)
             return None
 
     def ready(
@@ -249,5 +257,5 @@ class Authority(Role):
         try:
             data = self.store.get(blob.digest)
             offer.tell(Delta(base_of(data), data))
-        except (TransferError, ContractError, Unavailable) as error:
-            log.warning("the full bytes are offered alone: %s", error)
+        except (TransferError, ContractError, Unavailable, MemoryError) as error:
+            log.warning("the full bytes are offered alone: %r", error)

@@ -18,7 +18,7 @@ from reef_bus.backends import Piece, Pieces
 from reef_bus.errors import Rejected, Unavailable
 from reef_bus.manifest import describe
 from reef_bus.safetensors_file import encoded, mapped
-from reef_bus.shelf import free
+from reef_bus.shelf import free, sync_folder
 
 INDEX, WHOLE = "model.safetensors.index.json", "model.safetensors"
 SHARD_BYTES = 5_000_000_000  # Hugging Face's own default
@@ -72,12 +72,18 @@ def _index(path: Path) -> Pieces:
     except (msgspec.MsgspecError, UnicodeError) as error:
         raise Rejected(f"{path} is no index of a checkpoint: {error}") from error
     files = dict.fromkeys(index.weight_map.values())
-    if foreign := next((name for name in files if Path(name).name != name), None):
+    foreign = next((name for name in files if not _beside(name)), None)
+    if foreign is not None:
         raise Rejected(f"{path} names the file {foreign!r}: expected one beside it")
     shards = {name: mapped(path.parent / name) for name in files}
     if flaw := next(_flaws(index.weight_map, shards), None):
         raise Rejected(f"{path}: {flaw}")
     return {name: shards[file][name] for name, file in index.weight_map.items()}
+
+
+def _beside(name: str) -> bool:
+    """Whether it can only be a file of the index's own folder."""
+    return name not in ("", "..") and Path(name).name == name and "\0" not in name
 
 
 def _flaws(where: Mapping[str, str], shards: Mapping[str, Pieces]) -> Iterator[str]:
@@ -129,6 +135,7 @@ def _write(path: Path, write: Callable[[BinaryIO], None]) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.replace(draft, path)
+        sync_folder(path.parent)
     finally:
         draft.unlink(missing_ok=True)
 

@@ -313,6 +313,8 @@ def _check_artifacts(where: str) -> None:
         raise Rejected(
             f"artifacts.at is {shown!r}: expected a folder, or one protocol that every process reaches by itself"
         )
+    if scheme == "file" and not rest.startswith("/"):
+        raise Rejected(f"artifacts.at is {shown!r}: expected file:///FOLDER, from the root of this machine's files")
     if ":" in rest.partition("/")[0].rpartition("@")[0]:
         raise Rejected(
             f"artifacts.at is {shown!r} with a password, which would be seen in files and logs; take it out, and set "

@@ -157,9 +157,9 @@ class Folder(Shelf):
         """Rename is the moment at which the blob exists; each folder is synced so that the name outlives the power."""
         for folder in (final.parent.parent, final.parent):
             folder.mkdir(exist_ok=True)
-            _sync_folder(folder.parent)
+            sync_folder(folder.parent)
         os.replace(draft, final)
-        _sync_folder(final.parent)
+        sync_folder(final.parent)
 
 
 def spread(digest: str) -> tuple[str, str, str]:
@@ -203,7 +203,8 @@ def _link(source: Path, target: Path) -> None:
             os.fsync(file.fileno())
 
 
-def _sync_folder(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
+    """The names in it outlive the power from here on."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

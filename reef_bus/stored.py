@@ -14,12 +14,21 @@ from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
+import xxhash
 
-from reef_bus.artifacts import ArtifactStore, copy_weights, load_weights, save_weights, verify_weights
+from reef_bus.artifacts import (
+    ArtifactStore,
+    copy_weights,
+    exhausted,
+    load_weights,
+    save_weights,
+    verify_weights,
+)
 from reef_bus.backends import Piece, Pieces
 from reef_bus.errors import ContractError, DeltaError, TransferError
 from reef_bus.events import Blob
-from reef_bus.manifest import Manifest, describe, differences, require_fit
+from reef_bus.manifest import Manifest, describe, require_fit
+from reef_bus.shelf import hash_file
 from reef_bus.transport import transfer_errors
 
 _MAGIC = b'{"format":"reef-chain.v1"'
@@ -122,18 +131,18 @@ def build(store: ArtifactStore, chain: Chain, manifest: Manifest) -> Generator[i
     returned. Yields bytes per step. Raises TransferError naming the blob, or the tensor, that is missing or damaged."""
     if chain.manifests[-1] != manifest.digest:
         raise TransferError("mismatch", f"the chain leads to {chain.manifests[-1]}, expected {manifest.digest}")
-    known = _manifest(store, chain.manifest)
-    here, there = _memory(known), _memory(known)
+    known = yield from _manifest(store, chain.manifest)
+    here = yield from _room(known)
+    there = yield from _room(known)
     with transfer_errors(f"anchor {store.where(chain.anchor.digest)}"):
         opened = yield from verify_weights(store, chain.anchor.digest, known)
         with opened.file:
             yield from copy_weights(opened, here)
     for link in chain.links:
-        target = _manifest(store, link.manifest)
+        target = yield from _manifest(store, link.manifest)
         yield from _applied(store, link, here, known, there, target)
         here, there, known = there, here, target
-    if said := differences(manifest, describe(here)):
-        raise TransferError("mismatch", f"the chain from anchor {chain.anchor.digest} gives other bytes: {said[0]}")
+    yield from _require_same(here, manifest, f"the chain from anchor {chain.anchor.digest}")
     return here
 
 
@@ -142,7 +151,7 @@ def _applied(
 ) -> Iterator[int]:
     from reef_bus.delta import apply  # an extra (numpy, zstd), for those who keep chains
 
-    data = part(store, link.delta.digest)
+    data = yield from arriving(store, link.delta.digest)
     try:
         yield from apply(data, base, base_manifest, into, manifest)
     except DeltaError as error:
@@ -150,47 +159,80 @@ def _applied(
 
 
 def _whole(store: ArtifactStore, chain: Chain, manifest: Manifest) -> Pieces:
-    steps = build(store, chain, manifest)
-    while True:
-        try:
-            next(steps)
-        except StopIteration as end:
-            built: Pieces = end.value
-            return built
+    return exhausted(build(store, chain, manifest))
 
 
 def _memory(manifest: Manifest) -> Pieces:
-    return {e.name: Piece(e.dtype, e.shape, memoryview(bytearray(e.nbytes))) for e in manifest.tensors}
+    return exhausted(_room(manifest))
 
 
-def _manifest(store: ArtifactStore, digest: str) -> Manifest:
+def _room(manifest: Manifest) -> Generator[int, None, Pieces]:
+    """As `_memory`, in steps of no byte: to clear what a large version takes is slower than a deadline is long."""
+    room: dict[str, Piece] = {}
+    for entry in manifest.tensors:
+        room[entry.name] = Piece(entry.dtype, entry.shape, memoryview(bytearray(entry.nbytes)))
+        yield 0
+    return room
+
+
+def _require_same(built: Pieces, manifest: Manifest, about: str) -> Iterator[int]:
+    """Hash every tensor of what has the manifest's layout, yielding bytes per tensor."""
+    for entry in manifest.tensors:
+        found = xxhash.xxh3_128_hexdigest(built[entry.name].data)
+        if found != entry.xxh3:
+            said = f"tensor {entry.name!r}: bytes differ, found xxh3 {found}, expected {entry.xxh3}"
+            raise TransferError("mismatch", f"{about} gives other bytes: {said}")
+        yield entry.nbytes
+
+
+def _manifest(store: ArtifactStore, digest: str) -> Generator[int, None, Manifest]:
+    data = yield from arriving(store, digest)
     try:
-        return Manifest.decode(part(store, digest))
+        return Manifest.decode(data)
     except ContractError as error:
         raise TransferError("mismatch", f"{store.where(digest)}: {error}") from error
 
 
 def part(store: ArtifactStore, digest: str) -> bytes:
-    """A blob that a version is kept with. Raises TransferError naming its place where it is missing or damaged."""
+    """As `arriving`, in one step."""
+    return exhausted(arriving(store, digest))
+
+
+def arriving(store: ArtifactStore, digest: str) -> Generator[int, None, bytes]:
+    """A blob that a version is kept with, yielding bytes as they come. Raises TransferError naming its place where it
+    is missing or damaged, Unavailable where the store gives no answer."""
     try:
         if not store.has(digest):
             raise TransferError("refused", f"no blob at {store.where(digest)}: copy it there from where it was written")
-        return store.get(digest)
+        return (yield from store.arriving(digest))
     except ContractError as error:
         raise TransferError("mismatch", str(error)) from error
 
 
 @contextlib.contextmanager
+def blob_file(store: ArtifactStore, digest: str) -> Iterator[Path]:
+    """As `ArtifactStore.local`, its bytes compared with their name. Raises TransferError where they are others,
+    TransferError or ContractError where there are none."""
+    with store.local(digest) as path:
+        with transfer_errors(store.where(digest)):
+            found = hash_file(path)
+        if found != digest:
+            said = f"{store.where(digest)} is damaged: its bytes hash to {found}"
+            raise TransferError("mismatch", f"{said}; remove it and copy it there again")
+        yield path
+
+
+@contextlib.contextmanager
 def as_file(store: ArtifactStore, weights: str, manifest: str, scratch: Path) -> Iterator[Path]:
     """The version as a safetensors file, however it is kept; one that had to be made lies in `scratch`, and is gone
-    afterwards. Raises TransferError, ContractError."""
+    afterwards. Raises as `blob_file`."""
     if chain_at(store, weights) is None:
-        with store.local(weights) as path:
+        with blob_file(store, weights) as path:
             yield path
         return
     with tempfile.TemporaryDirectory(dir=scratch) as folder:
         own = ArtifactStore(Path(folder))
-        blob, _ = save_weights(own, read(store, weights, _manifest(store, manifest)))
+        blob, _ = save_weights(own, read(store, weights, exhausted(_manifest(store, manifest))))
         yield own.path(blob.digest)
 
 
@@ -221,8 +263,8 @@ def longer(store: ArtifactStore, new: Pieces, manifest: Manifest, base: Base | N
         store.put(manifest.encode())
         chain = Chain(before.anchor, before.manifest, (*before.links, Link(delta, manifest.digest)))
         _whole(store, chain, manifest)
-    except TransferError as error:
-        _logger.warning("there will be no delta to %s, only its full bytes: %s", manifest.digest, error)
+    except (TransferError, MemoryError) as error:
+        _logger.warning("there will be no delta to %s, only its full bytes: %r", manifest.digest, error)
         return None
     return chain
 

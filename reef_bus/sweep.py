@@ -19,6 +19,9 @@ from reef_bus.errors import ContractError, Rejected, TransferError, Unavailable
 from reef_bus.stored import chain_at
 
 WAIT_S = 0.1
+LIMIT = 200
+"""Blobs that one sweep asks for. After a boot nobody knows what is gone already, of a log of any length; a far store
+takes a round trip for each, and the job waits."""
 
 log = logging.getLogger(__name__)
 
@@ -36,14 +39,15 @@ def removable(store: ArtifactStore, found: Retention) -> frozenset[str]:
 
 
 def sweep(store: ArtifactStore, config: Config, found: Retention, gone: set[str]) -> None:
-    """Remove what is removable; nothing, while a backup is under way. `gone` remembers what need not be looked for."""
+    """Remove what is removable, newest first, and what is beyond the limit the next time; nothing, while a backup is
+    under way. `gone` remembers what need not be looked for."""
     try:
         lock = _lock(config)
     except Rejected:
         log.info("a backup is under way: nothing is removed before the next job")
         return
     try:
-        for digest in removable(store, found) - gone:
+        for digest in _in_turn(found, removable(store, found) - gone)[:LIMIT]:
             if store.remove(digest):
                 log.info("removed blob %s: no release within reach needs it", digest)
             gone.add(digest)
@@ -51,6 +55,12 @@ def sweep(store: ArtifactStore, config: Config, found: Retention, gone: set[str]
         log.warning("nothing more is removed: %s", error)
     finally:
         lock.release()
+
+
+def _in_turn(found: Retention, going: frozenset[str]) -> list[str]:
+    """What became spare last comes first: it is there for certain, and what is older may be gone."""
+    named = (digest for each in reversed(found.spare) for digest in sorted(blobs((each,))))
+    return [digest for digest in dict.fromkeys(named) if digest in going]
 
 
 @contextlib.asynccontextmanager

@@ -9,8 +9,8 @@ from __future__ import annotations
 import contextlib
 import shutil
 import threading
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 from consumers.reef_trainer.book import RecordBook
 from reef_bus import process
@@ -21,7 +21,7 @@ from reef_bus.config import ATTACHED, Config
 from reef_bus.core.effects import AssembleBatch, Debt, Me, Train
 from reef_bus.core.ids import BASE, derived
 from reef_bus.core.retention import retention
-from reef_bus.core.training import Candidate
+from reef_bus.core.training import Candidate, Job
 from reef_bus.core.world import World
 from reef_bus.errors import ContractError, Rejected, TransferError
 from reef_bus.events import Blob, Event, JobDispatched, JobDropped, Recorded
@@ -29,10 +29,18 @@ from reef_bus.journal import Journal
 from reef_bus.manifest import Manifest
 from reef_bus.runner import Role, blocking
 from reef_bus.samples import Batch, decode_batch, encode_batch
-from reef_bus.stored import Saved, as_file, save
+from reef_bus.stored import Saved, as_file, blob_file, save
 from reef_bus.sweep import sweep
 
 KEPT_STATES = 3  # the head, the candidate being published, and the one being trained
+
+
+class Trained(NamedTuple):
+    """What a job's attempt has come to, before all of it is durable."""
+
+    job: tuple[str, int]
+    state: Any
+    metrics: Mapping[str, float]
 
 
 class Trainer(Authority):
@@ -47,6 +55,7 @@ class Trainer(Authority):
         self.world = World()
         self._gone = set[str]()  # blobs that were removed
         self._states: dict[str, Any] = {}
+        self._trained: Trained | None = None
         self._kept = threading.Lock()  # an offer loads in one thread while a job trains in another
 
     def in_place(self) -> bool:
@@ -104,16 +113,24 @@ class Trainer(Authority):
         )
 
     def train(self, effect: Train, batch: Batch) -> Event:
+        """A store that does not take what was trained is asked again, and nothing is trained again for it."""
         job = effect.job
-        base = self._state(effect.base)  # a damaged one is not the batch's fault: that halts, and drops nothing
+        if self._trained is None or self._trained.job != (job.id, job.attempt):
+            base = self._state(effect.base)  # a damaged one is not the batch's fault: that halts, and drops nothing
+            try:
+                self._trained = self._step(job, base, batch)
+            except ContractError as error:
+                return JobDropped(scenario=self.config.scenario, job=job.id, reason="not_trainable", detail=str(error))
+        trained = self._trained
+        saved = self._save(self._remember(derived("cand", job.id), trained.state), effect.base)
+        made = self.ready(job, saved, self._optimizer(trained.state), trained.metrics)
+        self._trained = None
+        return made
+
+    def _step(self, job: Job, base: Any, batch: Batch) -> Trained:
         if self.backend.mutates_in_place:
             self._forget()
-        try:
-            state, metrics = self.backend.train(base, batch.samples, batch.seed)
-        except ContractError as error:
-            return JobDropped(scenario=self.config.scenario, job=job.id, reason="not_trainable", detail=str(error))
-        saved = self._save(self._remember(derived("cand", job.id), state), effect.base)
-        return self.ready(job, saved, self._optimizer(state), metrics)
+        return Trained((job.id, job.attempt), *self.backend.train(base, batch.samples, batch.seed))
 
     def _save(self, state: Any, base: Candidate) -> Saved:
         """Make a candidate durable; the manifest is read back, so that what the log names is what can be loaded."""
@@ -143,7 +160,7 @@ class Trainer(Authority):
             with contextlib.ExitStack() as stack:
                 version = as_file(self.store, candidate.weights.digest, candidate.manifest, scratch)
                 weights = stack.enter_context(version)
-                optimizer = stack.enter_context(self.store.local(kept.digest)) if kept else None
+                optimizer = stack.enter_context(blob_file(self.store, kept.digest)) if kept else None
                 return self.backend.load(weights, optimizer)
         except TransferError as error:
             raise ContractError(f"candidate {candidate.id} cannot be read: {error}") from error

@@ -17,7 +17,7 @@ from reef_bus.backends import Pieces
 from reef_bus.errors import ContractError, TransferError, Unavailable
 from reef_bus.manifest import Manifest, describe, differences, require_fit
 from reef_bus.shelf import SLICE_BYTES, Opened
-from reef_bus.stored import build, chain_at, part
+from reef_bus.stored import arriving, build, chain_at
 from reef_bus.transport import STALL_S, Offer, Ticket, Transport, transfer_errors
 
 T = TypeVar("T")
@@ -54,14 +54,14 @@ class FilesTransport(Transport):
         """The last link of the chain, for who holds what is before it: the rest of the chain need not be read."""
         about = f"artifact {_where(self._store, ticket)}"
         with transfer_errors(about), _answered(about):
-            async with asyncio.timeout(stall_s):
-                return await asyncio.to_thread(self._last, ticket.address, base)
+            async with asyncio.timeout(stall_s) as deadline:
+                return await self._read(self._last(ticket.address, base), deadline, stall_s)
 
-    def _last(self, weights: str, base: str) -> bytes | None:
+    def _last(self, weights: str, base: str) -> Generator[int, None, bytes | None]:
         chain = chain_at(self._store, weights)
         if chain is None or not chain.links or chain.manifests[-2] != base:
             return None
-        return part(self._store, chain.links[-1].delta.digest)
+        return (yield from arriving(self._store, chain.links[-1].delta.digest))
 
     async def receive(
         self,

@@ -9,21 +9,26 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-from collections.abc import AsyncIterator, Callable
+import random
+import time
+from collections.abc import AsyncIterator, Callable, Generator
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
+import xxhash
 
 from reef_bus.artifacts import ArtifactStore, save_weights
-from reef_bus.backends import Pieces
+from reef_bus.backends import Piece, Pieces
 from reef_bus.delta import encode, rebuild
 from reef_bus.errors import TransferError
 from reef_bus.manifest import Manifest, describe
+from reef_bus.shelf import Opened
 from reef_bus.stored import Base, Saved, save
 from reef_bus.transport import Delta, Offer, Ticket, Transport, transports
 from reef_bus.transport.door import Answer, Hello
+from reef_bus.transport.files import FilesTransport
 from tests.contract.peer import peer
 from tests.transfers import BIG, PUBLICATION, fails, hear, message, offered, pieces, receive, run, strange_sender
 
@@ -331,5 +336,116 @@ def test_a_failed_read_of_a_delta_is_a_transfer_error(tmp_path: Path) -> None:
             await kept.files.delta(
                 kept.ticket(2), MANIFEST, kept.saved[1].manifest.digest, publication="p", attempt=1, stall_s=STALL_S
             )
+
+    run(story())
+
+
+# -- a store that is slow, and goes on
+
+
+SLOWLY_S = 0.1
+PATIENCE_S = 0.4
+
+
+def slowly(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """A delta comes from the store in slices of a hundred bytes, each late, and none later than a deadline allows."""
+    found = list[int]()
+
+    def late(self: ArtifactStore, digest: str) -> Generator[int, None, Opened]:
+        opened = yield from fetch(self, digest)
+        with contextlib.ExitStack() as stack:
+            stack.callback(opened.file.close)
+            for begin in range(0, opened.size, 100) if 1000 < opened.size < 2000 else ():
+                time.sleep(SLOWLY_S)
+                found.append(begin)
+                yield 100
+            stack.pop_all()
+        return opened
+
+    fetch = ArtifactStore.fetch
+    monkeypatch.setattr(ArtifactStore, "fetch", late)
+    return found
+
+
+def patchy(number: int) -> Pieces:
+    """A version of one tensor, whose delta from the one before takes more than a thousand bytes."""
+    data = bytearray(random.Random(1).randbytes(20_000))
+    for later in range(1, number + 1):
+        for at in range(0, 20_000, 20):
+            data[at] ^= random.Random(later * 20_000 + at).randrange(1, 256)
+    return {"w": Piece("U8", (20_000,), memoryview(bytes(data)))}
+
+
+def patched(folder: Path) -> tuple[ArtifactStore, Saved, Saved]:
+    store = ArtifactStore(folder)
+    first = Saved(*save_weights(store, patchy(0)))
+    second = save(store, patchy(1), Base(first.weights, first.manifest, patchy(0)), 5)
+    assert second.delta is not None and 1000 < second.delta.size < 2000
+    return store, first, second
+
+
+def test_a_delta_that_takes_longer_than_the_deadline_arrives_as_long_as_it_moves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def story() -> None:
+        store, first, second = patched(tmp_path)
+        files, ticket = FilesTransport(store), Ticket("files", second.weights.digest, "")
+        assert second.delta is not None
+        wanted = store.get(second.delta.digest)
+        slowly(monkeypatch)
+        usual: dict[str, Any] = {"publication": PUBLICATION, "attempt": 1, "stall_s": PATIENCE_S}
+        began = time.monotonic()
+        assert await files.delta(ticket, second.manifest, first.manifest.digest, **usual) == wanted
+        assert time.monotonic() > began + 2 * PATIENCE_S
+        target = empty(patchy(0))
+        await receive(files, ticket, second.manifest, target, stall_s=PATIENCE_S)
+        assert describe(target) == describe(patchy(1))
+
+    run(story())
+
+
+def test_who_gives_up_on_a_delta_leaves_nobody_reading_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def story() -> None:
+        store, first, second = patched(tmp_path)
+        files, ticket = FilesTransport(store), Ticket("files", second.weights.digest, "")
+        read = slowly(monkeypatch)
+        usual: dict[str, Any] = {"publication": PUBLICATION, "attempt": 1, "stall_s": 5.0}
+        asking = asyncio.create_task(files.delta(ticket, second.manifest, first.manifest.digest, **usual))
+        while len(read) < 5:  # noqa: ASYNC110 - a thread counts
+            await asyncio.sleep(SLOWLY_S / 10)
+        asking.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asking
+        await asyncio.sleep(SLOWLY_S * 2)
+        before = len(read)
+        await asyncio.sleep(SLOWLY_S * 4)
+        assert len(read) == before
+
+    run(story())
+
+
+def test_a_version_whose_tensors_take_longer_than_the_deadline_together_is_still_built(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Twelve tensors, of which each is hashed in a third of the time without progress."""
+    rows = {f"t{n:02}": Piece("U8", (64,), memoryview(bytes([n]) * 64)) for n in range(12)}
+    store = ArtifactStore(tmp_path)
+    first = Saved(*save_weights(store, rows))
+    new = {**rows, "t03": Piece("U8", (64,), memoryview(bytes(63) + b"x"))}
+    second = save(store, new, Base(first.weights, first.manifest, rows), 5)
+    assert second.delta is not None
+    real = xxhash.xxh3_128_hexdigest
+
+    def late(data: Any) -> str:
+        time.sleep(PATIENCE_S / 3)
+        return real(data)
+
+    async def story() -> None:
+        target = empty(new)
+        monkeypatch.setattr(xxhash, "xxh3_128_hexdigest", late)
+        files, ticket = FilesTransport(store), Ticket("files", second.weights.digest, "")
+        await receive(files, ticket, second.manifest, target, stall_s=PATIENCE_S)
+        monkeypatch.undo()
+        assert describe(target) == describe(new)
 
     run(story())

@@ -346,6 +346,8 @@ def test_an_extra_that_is_missing_is_one_line_with_the_command(monkeypatch: pyte
     [
         ("memory://reef", "every process reaches by itself"),
         ("simplecache::s3://reef", "expected a folder, or one protocol"),
+        ("file://reef/artifacts", "expected file:///FOLDER"),
+        ("file://localhost/mnt/reef", "expected file:///FOLDER"),
         ("ftp://ada:secret@host/reef", r"'ftp://host/reef' with a password.*set FSSPEC_FTP_PASSWORD"),
     ],
 )

@@ -23,7 +23,7 @@ from reef_bus.config import Artifacts, Config, Publication, Training, build, che
 from reef_bus.core.effects import Me, OfferWeights, Train
 from reef_bus.core.publication import Publication as Open
 from reef_bus.core.training import Candidate, Job
-from reef_bus.errors import ContractError, Rejected
+from reef_bus.errors import ContractError, Rejected, Unavailable
 from reef_bus.events import Blob, CandidateReady, ScenarioRegistered, SenderReady
 from reef_bus.journal import MemoryJournal, MemoryStreams
 from reef_bus.manifest import Manifest, describe
@@ -48,6 +48,7 @@ class Counting(TrainingBackend):
 
     def __init__(self) -> None:
         self.loaded: list[int] = []
+        self.trained = 0
 
     def initial(self) -> int:
         return 0
@@ -60,6 +61,7 @@ class Counting(TrainingBackend):
         return number
 
     def train(self, state: int, batch: Sequence[Sample], seed: int) -> tuple[int, dict[str, float]]:
+        self.trained += 1
         return state + 1, {}
 
     def weights(self, state: int) -> Pieces:
@@ -144,6 +146,34 @@ def test_a_trainer_that_trains_in_place_is_not_asked_for_what_it_trained_from(tm
         assert each.delta and describe(read(found.store, each.weights.digest, describe(weights(number))))
 
 
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("lost", range(1, 5))
+def test_a_store_that_does_not_answer_is_asked_again_and_nothing_is_trained_again_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_place: bool, lost: int
+) -> None:
+    """Delta, manifest, chain, optimizer state: whichever is not taken at first."""
+    found, calls = Found(tmp_path), 0
+    found.register()
+    found.backend.mutates_in_place = in_place
+    write = ArtifactStore.put_parts
+
+    def failing(store: ArtifactStore, parts: Any) -> Blob:
+        nonlocal calls
+        calls += 1
+        if calls == lost:
+            raise Unavailable("the server gives no answer")
+        return write(store, parts)
+
+    monkeypatch.setattr(ArtifactStore, "put_parts", failing)
+    with pytest.raises(Unavailable):
+        found.make()
+    found.make()
+    assert found.backend.trained == 1 and found.backend.loaded == []
+    assert found.candidates[1].manifest == describe(weights(1)).digest
+    found.make()
+    assert found.backend.trained == 2 and found.candidates[2].manifest == describe(weights(2)).digest
+
+
 def test_a_later_boot_trains_on_from_a_candidate_that_is_kept_as_a_chain(tmp_path: Path) -> None:
     found = Found(tmp_path)
     found.register()
@@ -165,29 +195,87 @@ def test_a_base_that_cannot_be_read_halts_and_names_the_blob(tmp_path: Path) -> 
         found.make()
 
 
+@pytest.mark.parametrize("part", ["weights", "optimizer"])
+def test_nobody_trains_on_from_a_base_whose_bytes_are_others(tmp_path: Path, part: str) -> None:
+    """Bytes that a backend would read without complaint: an earlier candidate's, in the place of the base's."""
+    found = Found(tmp_path, Config())
+    found.register()
+    found.make()
+    base, last = (getattr(each, part) for each in found.candidates)
+    path = found.store.path(last.digest)
+    path.unlink()
+    path.write_bytes(found.store.path(base.digest).read_bytes())
+    found.reboot()
+    with pytest.raises(ContractError, match=f"{last.digest} is damaged"):
+        found.make()
+    assert found.backend.loaded == []
+
+
+class Attachment:
+    """An attached loop whose job 1 was handed in, and is open: its weights are version 1, its base version 0."""
+
+    def __init__(self, folder: Path) -> None:
+        config = msgspec.structs.replace(BOTH, training=Training(backend="attached"), state_dir=str(folder))
+        self.store = ArtifactStore(config.folder("artifacts"))
+        self.role = Attached(config, ME, self.store)
+        before, first = save_weights(self.store, weights(0))
+        self.blob, manifest = save_weights(self.store, weights(1))
+        self.base = Candidate(
+            id="base", base="", step=0, weights=before, optimizer=None, manifest=first.digest, tensor_bytes=SIZE, seq=1
+        )
+        batch = Batch(
+            job="j",
+            step=1,
+            base="base",
+            seed=0,
+            samples=(),
+            records=(),
+            floor=0,
+            taken=(),
+            given=Given(weights=self.blob, manifest=manifest.digest),
+        )
+        self.job = Job(id="j", step=1, base="base", batch=self.store.put(encode_batch(batch)), seq=2)
+
+    def make(self) -> CandidateReady:
+        said = self.role._train(Train(self.job, self.base))
+        assert isinstance(said, CandidateReady)
+        return said
+
+
 def test_what_an_attached_loop_made_stays_in_full_and_is_told_from_its_base(tmp_path: Path) -> None:
-    config = msgspec.structs.replace(BOTH, training=Training(backend="attached"), state_dir=str(tmp_path))
-    store = ArtifactStore(config.folder("artifacts"))
-    role = Attached(config, ME, store)
-    (before, first), (blob, manifest) = save_weights(store, weights(0)), save_weights(store, weights(1))
-    base = Candidate(
-        id="base", base="", step=0, weights=before, optimizer=None, manifest=first.digest, tensor_bytes=SIZE, seq=1
-    )
-    batch = Batch(
-        job="j",
-        step=1,
-        base="base",
-        seed=0,
-        samples=(),
-        records=(),
-        floor=0,
-        taken=(),
-        given=Given(weights=blob, manifest=manifest.digest),
-    )
-    job = Job(id="j", step=1, base="base", batch=store.put(encode_batch(batch)), seq=2)
-    said = role._train(Train(job, base))
-    assert isinstance(said, CandidateReady)
-    assert said.weights == blob and said.delta and said.delta.size < SIZE
+    found = Attachment(tmp_path)
+    said = found.make()
+    assert said.weights == found.blob and said.delta and said.delta.size < SIZE
+
+
+def test_what_an_attached_loop_made_and_is_damaged_since_halts_and_ends_no_boot(tmp_path: Path) -> None:
+    """A boot that ends is started again, and ends again; what halts waits for a person, and says for what."""
+    found = Attachment(tmp_path)
+    path = found.store.path(found.blob.digest)
+    path.chmod(0o644)
+    path.write_bytes(path.read_bytes()[:-1] + b"?")
+    with pytest.raises(ContractError, match=f"the weights of job j cannot be read: .*{found.blob.digest}"):
+        found.make()
+
+
+def exhausted(*_: object, **__: object) -> Any:
+    raise MemoryError
+
+
+def test_no_memory_for_a_delta_is_no_reason_to_have_no_candidate(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found, attached = Found(tmp_path / "trainer"), Attachment(tmp_path / "attached")
+    found.register()
+    for place in ("reef_bus.delta.encode", "reef_bus.stored._room", "reef_bus.authority.read"):
+        with monkeypatch.context() as patch:
+            patch.setattr(place, exhausted)
+            said = attached.make()
+            assert said.weights == attached.blob and said.delta is None
+            if place != "reef_bus.authority.read":
+                made = found.make()
+                assert made.delta is None and chain_at(found.store, made.weights.digest) is None
+    assert found.make().delta is not None
 
 
 # -- the offer

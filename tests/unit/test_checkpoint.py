@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import stat
 import struct
 import sys
 import tracemalloc
@@ -131,6 +133,27 @@ def test_a_disk_that_refuses_leaves_no_checkpoint(tmp_path: Path, monkeypatch: p
     assert list(tmp_path.iterdir()) == []
 
 
+def test_every_file_outlives_the_power_before_the_next_one_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file's bytes first, then its name: an index is never there without its shards."""
+    done, fsync, move = list[str](), os.fsync, os.replace
+
+    def sync(descriptor: int) -> None:
+        done.append("names" if stat.S_ISDIR(os.fstat(descriptor).st_mode) else "bytes")
+        fsync(descriptor)
+
+    def rename(source: Path, target: Path) -> None:
+        done.append(target.name)
+        move(source, target)
+
+    monkeypatch.setattr(checkpoint.os, "fsync", sync)
+    monkeypatch.setattr(checkpoint.os, "replace", rename)
+    files = [path.name for path in write_checkpoint(tmp_path, given(), 130)]
+    assert len(files) > 2 and files[-1] == INDEX
+    assert done == [step for name in files for step in ("bytes", name, "names")]
+
+
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
@@ -139,6 +162,8 @@ def test_a_disk_that_refuses_leaves_no_checkpoint(tmp_path: Path, monkeypatch: p
         ({"norm.scale": ""}, f"'norm.scale' of {SECOND} is unexpected: the index does not name it"),
         ({"norm.scale": "gone.safetensors"}, "cannot read .*gone.safetensors: No such file"),
         ({"norm.scale": "../model.safetensors"}, "names the file '../model.safetensors': expected one beside it"),
+        ({"norm.scale": ".."}, "names the file '..': expected one beside it"),
+        ({"norm.scale": "a\0b"}, r"names the file 'a\\x00b': expected one beside it"),
     ],
 )
 def test_an_index_that_does_not_fit_its_shards_is_told(tmp_path: Path, changes: dict[str, str], says: str) -> None:

@@ -196,6 +196,24 @@ def test_a_second_sweep_finds_nothing_more(tmp_path: Path, monkeypatch: pytest.M
     sweep(store, config(tmp_path), split(candidates, 5), gone)
 
 
+def test_one_sweep_asks_for_so_many_blobs_and_begins_with_what_became_spare_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A boot knows nothing of what earlier ones removed, and its first job does not wait until it has asked for all."""
+    store, candidates = stored(tmp_path)
+    found, gone, asked = split(candidates, 5), set[str](), list[str]()
+    going, remove = removable(store, found), store.remove
+    monkeypatch.setattr("reef_bus.sweep.LIMIT", 4)
+    monkeypatch.setattr(store, "remove", lambda digest: asked.append(digest) or remove(digest))
+    sweep(store, config(tmp_path), found, gone)
+    assert len(asked) == 4
+    newest = _names(candidates[4]) & going
+    assert len(newest) == 2 and set(asked[:2]) == newest and set(asked[2:]) <= _names(candidates[3])
+    for _ in range(len(going) // 4 + 1):
+        sweep(store, config(tmp_path), found, gone)
+    assert set(asked) == going and len(asked) == len(going) and whole(store, 5, candidates[5])
+
+
 @pytest.mark.parametrize("harm", ["damaged", "gone"])
 def test_nothing_is_removed_while_it_is_uncertain_what_is_needed(tmp_path: Path, harm: str) -> None:
     store, candidates = stored(tmp_path)
@@ -231,24 +249,47 @@ async def _hold(settings: Config) -> None:
 # -- backups
 
 
-def test_a_backup_does_without_what_was_removed_and_without_nothing_more(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    store, candidates = stored(tmp_path)
+def backed_up(monkeypatch: pytest.MonkeyPatch, candidates: list[Candidate]) -> tuple[History, frozenset[str]]:
+    """A history that names these candidates, of which the last alone is needed; and all that it names."""
     world = World()
     monkeypatch.setattr(backup, "folded", lambda _: world)
     monkeypatch.setattr(backup, "retention", lambda found, keep: split(candidates, 5))
     everything = frozenset().union(*(_names(each) for each in candidates))
     monkeypatch.setattr(backup, "named", lambda _: set(everything))
-    empty = History((), (), {})
     monkeypatch.setattr(backup, "_archives", lambda *_: set())
     monkeypatch.setattr(backup, "_weights", lambda _: {each.weights.digest for each in candidates})
+    return History((), (), {}), everything
+
+
+def test_a_backup_does_without_what_was_removed_and_without_nothing_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, candidates = stored(tmp_path)
+    empty, everything = backed_up(monkeypatch, candidates)
     sweep(store, config(tmp_path), split(candidates, 5), set())
     kept = set(backup._to_keep(empty, config(tmp_path), store))
     assert kept >= _names(candidates[5]) and all(store.has(digest) for digest in kept)
     assert set(backup._to_keep(empty, config(tmp_path, keep=0), store)) >= everything, "it would be missed"
     anchor = candidates[4].weights.digest
     store.path(anchor).unlink()
+    assert anchor in backup._to_keep(empty, config(tmp_path), store), "a needed one stands on it: it is missed"
+
+
+def test_a_backup_takes_what_a_sweep_has_left_wherever_that_was_interrupted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of c3, say, the chain is still there, and the delta under it is not."""
+    store, candidates = stored(tmp_path)
+    empty, _ = backed_up(monkeypatch, candidates)
+    going = removable(store, split(candidates, 5))
+    assert len(going) >= 10
+    for digest in going:
+        data = store.get(digest)
+        store.remove(digest)
+        assert {each for each in backup._to_keep(empty, config(tmp_path), store) if not store.has(each)} == set()
+        store.put(data)
+    anchor = candidates[4].weights.digest
+    store.remove(anchor)
     assert anchor in backup._to_keep(empty, config(tmp_path), store), "a needed one stands on it: it is missed"
 
 

@@ -204,13 +204,13 @@ def test_what_is_kept_in_full_is_its_own_file(store: ArtifactStore, tmp_path: Pa
 def test_a_backup_takes_what_a_chain_stands_on(store: ArtifactStore, tmp_path: Path) -> None:
     last, other = history(store, 4, every=5)[-1], ArtifactStore(tmp_path / "backup")
     log = given(*SERVING, dispatched("j"), started("j"), replace(ready("j", "c"), weights=last.weights)).scribe.log
-    taken = _links(History(tuple(log), (), {}), set(), store)
+    taken = _links(History(tuple(log), (), {}), frozenset(), store)
     for digest in taken | {last.weights.digest}:
         other.keep(digest, store.path(digest))
     assert describe(read(other, last.weights.digest, last.manifest)) == describe(version(3))
     damage(store.path(last.weights.digest))
     with pytest.raises(ContractError, match=f"{last.weights.digest} is damaged"):
-        _links(History(tuple(log), (), {}), set(), store)
+        _links(History(tuple(log), (), {}), frozenset(), store)
 
 
 def test_a_store_that_gives_no_answer_leaves_open_whether_it_is_a_chain(

@@ -79,8 +79,9 @@ Wrong = Iterator[tuple[int | str, str]]
 
 
 class Ledger(msgspec.Struct, kw_only=True):
-    """What the events said so far. `ended` says how a candidate ended; `stops` are, by boot, its swaps and the fences
-    raised for the attempt that was then open: a stale one, stored late, proves no drain."""
+    """What the events said so far. `ended` says how a candidate ended; `held` is what each boot last proved since its
+    last fence; `stops` are, by boot, the proofs of what it had not held, for which nothing may be in hand, and the
+    fences raised for the attempt that was then open: a stale one, stored late, proves no drain."""
 
     findings: Findings
     answers: Answers
@@ -102,6 +103,7 @@ class Ledger(msgspec.Struct, kw_only=True):
     job: str = ""
     reports: dict[Word, Said] = {}
     fences: dict[Word, int] = {}
+    held: dict[str, tuple[str, str]] = {}
     stops: dict[str, list[int]] = {}
     engines: set[str] = set()
     jobs: int = 0
@@ -147,8 +149,18 @@ def _join(ledger: Ledger, recorded: Recorded, event: EngineJoined) -> None:
 def _report(ledger: Ledger, recorded: Recorded, event: EngineStaged | ReceiverVerified | ReceiverFailed) -> None:
     word = (recorded.boot, event.publication, event.attempt)
     ledger.reports.setdefault(word, Said(recorded.seq, event))
-    if type(event) is ReceiverVerified and event.method == "swapped":
+    if type(event) is ReceiverVerified:
+        _prove(ledger, recorded, event)
+    elif type(event) is ReceiverFailed and not event.staged:
+        ledger.held.pop(recorded.boot, None)
+
+
+def _prove(ledger: Ledger, recorded: Recorded, event: ReceiverVerified) -> None:
+    """Whoever proves again what it holds may generate before that is stored: its gate asks its own memory."""
+    proven = event.load_id, event.manifest
+    if event.method == "swapped" or ledger.held.get(recorded.boot) != proven:
         ledger.stops.setdefault(recorded.boot, []).append(recorded.seq)
+    ledger.held[recorded.boot] = proven
 
 
 def _fence(ledger: Ledger, recorded: Recorded, event: EngineFenced) -> None:
@@ -162,6 +174,7 @@ def _fence(ledger: Ledger, recorded: Recorded, event: EngineFenced) -> None:
         text = f"{event.engine} boot {boot} stopped for candidate {candidate}, which was refused at {refused}"
         ledger.findings.add(10, text, [refused, seq])
     ledger.fences.setdefault((boot, event.publication, event.attempt), seq)
+    ledger.held.pop(boot, None)
     if ledger.open and (ledger.open.target.publication, ledger.open.attempt) == (event.publication, event.attempt):
         ledger.stops.setdefault(boot, []).append(seq)
 

@@ -230,6 +230,7 @@ def as_file(store: ArtifactStore, weights: str, manifest: str, scratch: Path) ->
         with blob_file(store, weights) as path:
             yield path
         return
+    scratch.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=scratch) as folder:
         own = ArtifactStore(Path(folder))
         blob, _ = save_weights(own, read(store, weights, exhausted(_manifest(store, manifest))))

@@ -10,6 +10,7 @@ import contextlib
 import shutil
 import threading
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from consumers.reef_trainer.book import RecordBook
@@ -155,7 +156,7 @@ class Trainer(Authority):
         return self._remember(candidate.id, found)
 
     def _load(self, candidate: Candidate) -> Any:
-        scratch, kept = self.config.folder("scratch"), candidate.optimizer
+        scratch, kept = Path(self.config.state_dir, "scratch"), candidate.optimizer
         try:
             with contextlib.ExitStack() as stack:
                 version = as_file(self.store, candidate.weights.digest, candidate.manifest, scratch)

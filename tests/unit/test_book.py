@@ -26,7 +26,7 @@ from reef_bus.core.effects import Debt, Me, Train
 from reef_bus.core.training import Candidate
 from reef_bus.core.world import World
 from reef_bus.errors import ContractError
-from reef_bus.events import Blob, CandidateReady, Draft, InferenceRecorded, JobDropped, Recorded, RecordEvent
+from reef_bus.events import CandidateReady, Draft, InferenceRecorded, JobDropped, Recorded, RecordEvent
 from reef_bus.journal import MemoryJournal, MemoryStreams
 from reef_bus.samples import Batch, TokenRow, encode_batch, encode_rows
 from tests.facts import E0, E1, SERVING, dispatched, released, started, trained
@@ -47,6 +47,7 @@ class Shelf:
         self.journal = MemoryJournal(self.streams)
         row = TokenRow(prompt=(11, 7, 10), answer=(7, 7), logprobs=(-1.0, -2.0), load_ids=("inc:0",) * 2)
         self.blob = self.store.put(encode_rows([row]))
+        self.base = self.store.put(b"weights, which backends of numbers do not read")
 
     async def put(self, *events: RecordEvent) -> None:
         for event in events:
@@ -217,7 +218,7 @@ def training(shelf: Shelf, *samples: Sample) -> Train:
     )
     found = world(*SERVING, msgspec.structs.replace(dispatched("j1"), batch=kept), started("j1")).training
     assert found.job is not None
-    base = msgspec.structs.replace(found.candidates["base"], weights=Blob("0" * 64, 1))
+    base = msgspec.structs.replace(found.candidates["base"], weights=shelf.base)
     return Train(found.job, base)
 
 
@@ -312,7 +313,7 @@ def test_states_are_kept_by_a_job_and_an_offer_at_the_same_time(shelf: Shelf, ea
                 candidate = Candidate(
                     id=f"{name}{number % 5}",
                     base="",
-                    weights=Blob("0" * 64, 1),
+                    weights=shelf.base,
                     optimizer=None,
                     manifest="",
                     tensor_bytes=4,

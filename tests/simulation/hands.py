@@ -6,10 +6,11 @@ Knows: the contracts of backends and transports, 32 bytes of weights. Must not k
 from __future__ import annotations
 
 import asyncio
+import errno
 import hashlib
 import itertools
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from reef_bus.core.training import Candidate
 from reef_bus.errors import ContractError, TransferError
 from reef_bus.manifest import Manifest, describe, require_fit
 from reef_bus.recipe import Decision, Selector
+from reef_bus.shelf import Opened
 from reef_bus.transport import STALL_S, Offer, Ticket, Transport
 from tests.simulation.faults import TRANSFERS, Nemesis
 from tests.simulation.loop import Loop, Process
@@ -110,8 +112,10 @@ class Shelf(ArtifactStore):
         super().__init__(root)
         self.nemesis = nemesis
 
-    def path(self, digest: str) -> Path:
-        return super().path(digest) if not self.nemesis.befalls(("no_artifact",)) else Path("away")
+    def fetch(self, digest: str) -> Generator[int, None, Opened]:
+        if self.nemesis.befalls(("no_artifact",)):
+            raise FileNotFoundError(errno.ENOENT, "it is away", digest)
+        return super().fetch(digest)
 
 
 # -- trainer

@@ -31,7 +31,7 @@ from tests.simulation.shape import Shape
 from tests.simulation.truth import Truth, Violation
 from tests.spec import SECOND
 
-FAULTS_S = 25.0
+FAULTS_S = 18.0
 SETTLED_S = 120.0
 """Faults may fall for so long; after they stop, everything must have come to its end within so long."""
 GC_EVERY = 10
@@ -356,10 +356,10 @@ def simulate(
     finally:
         if before < logging.CRITICAL:
             logging.disable(before)
-        if seed % GC_EVERY == 0:
-            gc.collect()
         if collects:
             gc.enable()
+            if seed % GC_EVERY == 0:
+                gc.collect()
 
 
 def _simulate(seed: int, found: Deployment) -> Outcome:

@@ -40,7 +40,7 @@ class Harness:
         """
         self.machines, self.truth, self.name = machines, truth, name
         eager, slow = machines.shape.eager, machines.shape.generate_s > 0
-        self.groups, self.enough = 0, 5 if eager or slow else 1
+        self.groups, self.enough = 0, 5 if eager else 3 if slow else 1
         self.pace_s, self.idle_s = (0.03, 0.05) if eager or slow else (0.2, 0.3)
 
     async def run(self) -> None:

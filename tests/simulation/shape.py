@@ -48,8 +48,8 @@ class Shape:
         staged = chance.random() < 0.35
         return cls(
             engines=chance.choice((1, 1, 2, 2, 3)),
-            jobs=chance.choice((1, 2, 2, 3)),
-            publishers=chance.choice((1, 1, 2, 2, 3)),
+            jobs=chance.choice((1, 1, 2, 3)),
+            publishers=chance.choice((1, 1, 1, 2, 3)),
             transport="files" if chance.random() < 0.15 else "tcp",
             mode="staged" if staged else "fenced",
             pause=chance.choice(PAUSES),

@@ -16,7 +16,7 @@ from typing import TypeVar
 
 import xxhash
 
-from reef_bus.backends import Piece, Pieces
+from reef_bus.backends import Pieces
 from reef_bus.errors import ContractError, TransferError, Unavailable
 from reef_bus.events import Blob
 from reef_bus.manifest import Manifest, TensorEntry, describe, layout_differences, require_fit
@@ -225,13 +225,6 @@ def load_weights(store: ArtifactStore, blob_digest: str, into: Pieces, manifest:
         opened = exhausted(verify_weights(store, blob_digest, manifest))
         with opened.file:
             return sum(copy_weights(opened, into))
-
-
-def read_weights(store: ArtifactStore, blob_digest: str, manifest: Manifest) -> Pieces:
-    """The stored weights in memory of their own. Raises as `load_weights`."""
-    memory = {e.name: Piece(e.dtype, e.shape, memoryview(bytearray(e.nbytes))) for e in manifest.tensors}
-    load_weights(store, blob_digest, memory, manifest)
-    return memory
 
 
 def verify_weights(store: ArtifactStore, blob_digest: str, manifest: Manifest) -> Generator[int, None, Opened]:

@@ -46,8 +46,7 @@ def _needed(world: World, keep: int) -> frozenset[str]:
     """What the head and the rollback window hold, what is or may be published, what is being trained, and from what."""
     training, published = world.training, world.publications
     found = {published.releases[load].candidate for load in within_reach(published, keep)}
-    found |= {candidate for candidate in training.selected if candidate not in published.ended}
-    found.add(training.base)
+    found |= {*world.queue, training.base}
     if published.open:
         found.add(published.open.candidate)
     if training.job:

@@ -18,13 +18,14 @@ from pathlib import Path
 import pytest
 
 from reef_bus import artifacts, remote
-from reef_bus.artifacts import ArtifactStore, load_weights, read_weights, save_weights
+from reef_bus.artifacts import ArtifactStore, load_weights, save_weights
 from reef_bus.backends import Piece
 from reef_bus.config import build
 from reef_bus.errors import ContractError, Rejected, TransferError, Unavailable
 from reef_bus.events import Blob
 from reef_bus.manifest import describe
 from reef_bus.shelf import SLICE_BYTES
+from reef_bus.stored import read
 from reef_bus.transport import Ticket
 from reef_bus.transport.files import FilesTransport
 from tests.ftp_server import FtpServer, eventually, ftp_server
@@ -189,7 +190,7 @@ def test_what_is_removed_is_gone_for_everybody(place: Place) -> None:
 
 def test_weights_come_back_byte_for_byte(place: Place) -> None:
     blob, manifest = save_weights(place.store, pieces(7, BIG))
-    assert describe(read_weights(ArtifactStore(place.root), blob.digest, manifest)) == manifest
+    assert describe(read(ArtifactStore(place.root), blob.digest, manifest)) == manifest
     with pytest.raises(TransferError, match="'b': bytes differ"):
         load_weights(place.store, blob.digest, pieces(0, BIG), describe(pieces(8, BIG)))
 

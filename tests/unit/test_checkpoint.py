@@ -17,12 +17,13 @@ import safetensors
 import safetensors.numpy
 
 from reef_bus import checkpoint
-from reef_bus.artifacts import ArtifactStore, read_weights, save_weights
+from reef_bus.artifacts import ArtifactStore, save_weights
 from reef_bus.backends import Piece, Pieces
 from reef_bus.checkpoint import INDEX, open_checkpoint, write_checkpoint
 from reef_bus.errors import Rejected, Unavailable
 from reef_bus.manifest import describe
 from reef_bus.safetensors_file import mapped
+from reef_bus.stored import read
 from reef_bus.tensors import copied
 
 ARRAYS: dict[str, Any] = {
@@ -86,7 +87,7 @@ def test_the_shards_that_an_index_names_are_one_checkpoint(tmp_path: Path) -> No
 def test_a_checkpoint_becomes_an_artifact_and_the_artifact_a_checkpoint(tmp_path: Path) -> None:
     store = ArtifactStore(tmp_path / "store")
     blob, manifest = save_weights(store, open_checkpoint(sharded(tmp_path)))
-    assert describe(read_weights(store, blob.digest, manifest)) == describe(given())
+    assert describe(read(store, blob.digest, manifest)) == describe(given())
     with store.local(blob.digest) as path:
         files = write_checkpoint(tmp_path / "out", mapped(path), shard_bytes=100)
     assert read_by_the_library(files[:-1]) == given() and files[-1].name == INDEX

@@ -93,6 +93,11 @@ class Loop:
     def begin(self, number: int) -> asyncio.Task[Outcome]:
         return asyncio.create_task(self.publish(step(number), step=number))
 
+    async def sees(self, name: str, count: int) -> None:
+        """Wait until this process has read that many events of the name: a log has them before its readers do."""
+        streams = self.journal.streams
+        await until(lambda: names(streams)[: self.role.world.seq].count(name) == count)
+
 
 @contextlib.asynccontextmanager
 async def loop(deployment: Box, last: str = "") -> AsyncIterator[Loop]:
@@ -326,7 +331,7 @@ async def test_a_publication_that_a_person_halts_is_told_with_the_cause_and_the_
         tcp = ours.role.transports.pop("tcp")
         ours.role.transports["tcp"] = Stuck()
         task = ours.begin(1)
-        await until(lambda: deployment.count("EngineFenced") == 2)
+        await ours.sees("EngineFenced", 2)
         world = ours.role.world
         assert world.publications.open
         asked = msgspec.structs.replace(halt_asked(1), publication=world.publications.open.id)
@@ -356,7 +361,7 @@ async def test_a_rollback_changes_nothing_about_what_became_of_a_step(tmp_path: 
     async with box(tmp_path) as deployment, loop(deployment) as ours:
         first = [await ours.publish(step(number), step=number) for number in range(3)]
         await deployment.put(rollback_asked(1, on=2))
-        await until(lambda: deployment.count("ReleaseCommitted") == 3)
+        await ours.sees("ReleaseCommitted", 3)
         assert ours.role.place == (2, ("inc:3", first[1].candidate, 1))
         await deployment.put(rollback_asked(99, on=3), rollback_asked(1, on=2))
         await until(lambda: deployment.count("PublicationRefused") == 2)
@@ -375,7 +380,7 @@ async def test_a_held_step_waits_for_a_person(tmp_path: Path) -> None:
     async with box(tmp_path, HOLD) as deployment, loop(deployment) as ours:
         await ours.publish(step(0), step=0)
         task = ours.begin(1)
-        await until(lambda: deployment.count("CandidateEvaluated") == 1)
+        await ours.sees("CandidateEvaluated", 1)
         job = ours.role.world.training.job
         assert job and not task.done()
         await deployment.put(promotion_asked(job.candidate))
@@ -388,7 +393,7 @@ async def test_a_discarded_step_is_refused_also_by_the_next_boot(restart: bool, 
         ours = await stack.enter_async_context(loop(deployment))
         await ours.publish(step(0), step=0)
         task = ours.begin(1)
-        await until(lambda: deployment.count("CandidateEvaluated") == 1)
+        await ours.sees("CandidateEvaluated", 1)
         if restart:
             await stack.aclose()
             await asyncio.gather(task, return_exceptions=True)

@@ -8,8 +8,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -22,7 +23,7 @@ from reef_bus.config import Config, Inference, Publication, Training
 from reef_bus.core.effects import Deadlines, Me
 from reef_bus.events import Event
 from reef_bus.journal import LOG, MemoryJournal, MemoryStreams
-from reef_bus.runner import Role, Runner
+from reef_bus.runner import Retired, Role, Runner
 from tests.facts import S, opened
 from tests.loop import names, put
 
@@ -68,24 +69,29 @@ class Box:
     async def put(self, *events: Event, boot: str = "other") -> None:
         await put(self.journal(), *events, boot=boot)
 
-    def run(self, role: Role) -> None:
-        runner = Runner(self.journal(), role, clock=lambda: 1, tick_s=0.01)
-        self.tasks.append(asyncio.create_task(runner.run()))
+    async def run(self, role: Role) -> None:
+        await Runner(self.journal(), role, clock=lambda: 1, tick_s=0.01).run()
+
+    def begin(self, running: Coroutine[Any, Any, None]) -> None:
+        self.tasks.append(asyncio.create_task(running))
 
     async def publisher(self) -> None:
         journal = self.journal()
         heartbeats = Heartbeats(journal, self.config.publication.deadlines.heartbeat_s)
-        self.run(Publisher(self.config, Me("publisher", f"p.{next(self.boots)}"), heartbeats))
+        self.begin(self.run(Publisher(self.config, Me("publisher", f"p.{next(self.boots)}"), heartbeats)))
 
-    def engine(self, name: str) -> None:
-        backend = Floats()
-        self.memories[name] = backend.memory
-        boot = f"{name}.{next(self.boots)}"
-        self.run(Agent(self.config, Me(name, boot), f"http://{name}", backend, self.store, Fault()))
+    async def engine(self, name: str) -> None:
+        """One boot after the other, as if supervised: a receiver whose sender died halfway may be excluded for it."""
+        while True:
+            backend = Floats()
+            self.memories[name] = backend.memory
+            boot = f"{name}.{next(self.boots)}"
+            with contextlib.suppress(Retired):
+                await self.run(Agent(self.config, Me(name, boot), f"http://{name}", backend, self.store, Fault()))
 
     def engines(self) -> None:
         for name in self.config.inference.engines:
-            self.engine(name)
+            self.begin(self.engine(name))
 
     async def start(self) -> None:
         """A log, a publisher, every engine."""

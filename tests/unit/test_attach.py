@@ -578,7 +578,7 @@ async def test_a_trainer_that_trains_finishes_what_a_loop_had_handed_in(tmp_path
             await records.start(stack)
             trainer = Trainer(config, Me("trainer", "torch"), TorchTrainer(), deployment.store, records)
             trainer.weights = ours.role.weights  # type: ignore[method-assign]  # four floats are no policy
-            deployment.run(trainer)
+            deployment.begin(deployment.run(trainer))
             await until(lambda: deployment.count("ReleaseCommitted") == 1)
         await until(lambda: deployment.memories == {"e0": held(1), "e1": held(1)})
         assert deployment.count("JobDropped") == 0 and deployment.count("CandidateReady") == 1

@@ -15,8 +15,9 @@ help:  ## what there is
 demo: prepare-demo  ## a policy that learns while it serves, every version through the log
 	@$(BIN)/reef-bus demo $(ARGS)
 
+# A worker that ends is not replaced: pytest-xdist 3.8 would then wait for ever under loadfile.
 test: lint $(if $(ARGS),,simulate)  ## lint, types, import rules, 2,000 simulated seeds, then the tests with a coverage report
-	@$(BIN)/python -m pytest -n 2 --dist loadfile --cov --cov-report=term --durations=20 --durations-min=5 $(ARGS)
+	@$(BIN)/python -m pytest -n 2 --dist loadfile --max-worker-restart=0 --cov --cov-report=term --durations=20 --durations-min=5 $(ARGS)
 
 lint: prepare-dev  ## ruff, mypy, import-linter
 	@$(BIN)/ruff check .

@@ -389,6 +389,11 @@ def rolled_back(n: int, candidate: str, request: int, *members: Member, parent: 
     )
 
 
+def paused(pause: str, *history: Step) -> tuple[Step, ...]:
+    """The same, with targets for which generation stops in this way."""
+    return tuple(replace(step, pause=pause) if isinstance(step, TargetPersisted) else step for step in history)
+
+
 def released(n: int, candidate: str, *members: Member) -> tuple[Step, ...]:
     """A publication that goes well, from its target to its commit."""
     return (

@@ -15,7 +15,8 @@ from aiohttp import web
 
 from consumers.reef_engine.agent import Agent
 from reef_bus.backends import BOOT_HEADER, Completion, Generated, Generation, Prompt, Stop
-from reef_bus.core.publication import IN_PLACE, RETRACT
+from reef_bus.core.publication import RETRACT
+from reef_bus.core.serving import may_continue
 from reef_bus.errors import Rejected, Unavailable
 from reef_bus.events import Span
 from reef_bus.runner import blocking
@@ -149,10 +150,11 @@ class Server:
             return batch.gone() or await self._generate(batch)
 
     def _part(self, batch: _Batch) -> None:
-        """Two versions make one answer only where the newer one stopped generation in place. What had been stopped
-        before, for a release that did not come about, starts over if the one that did was to drain or to retract."""
-        head = self.agent.world.publications.head
-        if head is not None and batch.kept_of() not in ("", head.load_id) and self.agent.pause != IN_PLACE:
+        """What is kept starts over where the head may not go on with it: it had been stopped for another release, maybe
+        one that did not come about."""
+        publications, begun = self.agent.world.publications, batch.kept_of()
+        head = publications.head
+        if begun and head is not None and not may_continue(publications.releases, begun, head.load_id):
             batch.retract()
 
     def _stop(self, batch: _Batch) -> Stop:

@@ -11,6 +11,7 @@ import asyncio
 import collections
 import logging
 from collections.abc import Mapping
+from itertools import pairwise
 from typing import Any
 
 import aiohttp
@@ -19,7 +20,7 @@ import msgspec
 from reef_bus.backends import BOOT_HEADER, Generated, Prompt
 from reef_bus.core.membership import Engine
 from reef_bus.core.records import make_up
-from reef_bus.core.serving import present, serving
+from reef_bus.core.serving import may_continue, present, serving
 from reef_bus.core.world import World
 from reef_bus.errors import Rejected
 from reef_bus.events import Span
@@ -103,14 +104,21 @@ class Router:
 
     async def _holds(self, answer: Generated) -> bool:
         """Every load id that the answer names is a committed release: checked again, on a fold as far as the engine's;
-        and if it names several, each of its tokens has one."""
+        and if it names several, each of its tokens has one, and each of them may go on where the one before stopped."""
         if answer.spans and not make_up(answer.spans, _whole(answer)):
             log.warning("%s boot %s: its spans are not its answer: %s", answer.engine, answer.boot, answer.spans)
             return False
         while self.world.seq < max([answer.as_of, *(span.as_of for span in answer.spans)]):
             await self._moved.wait()
-        load_ids = {answer.load_id, *(span.load_id for span in answer.spans)}
-        return load_ids <= self.world.publications.releases.keys()
+        releases = self.world.publications.releases
+        load_ids = [answer.load_id, *(span.load_id for span in answer.spans)]
+        if not releases.keys() >= set(load_ids):
+            return False
+        for begun, load_id in pairwise(load_ids):
+            if not may_continue(releases, begun, load_id):
+                log.warning("%s boot %s: %s goes on with %s", answer.engine, answer.boot, begun, load_id)
+                return False
+        return True
 
 
 def _whole(answer: Generated) -> Span:

@@ -5,8 +5,10 @@ Knows: the world. Must not know: processes, addresses' health, or time.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from reef_bus.core.membership import Engine
-from reef_bus.core.publication import FENCED
+from reef_bus.core.publication import FENCED, IN_PLACE, Release
 from reef_bus.core.world import World
 from reef_bus.events import Member
 
@@ -52,6 +54,17 @@ def owes_head(world: World, engine: Engine) -> int:
     if head is None or not live(world, engine) or fenced(world, engine.id, engine.boot) or holds_head(world, engine):
         return 0
     return max(engine.joined, engine.fenced, engine.reported, head.seq, world.publications.ended_seq)
+
+
+def may_continue(releases: Mapping[str, Release], begun: str, load_id: str) -> bool:
+    """Whether tokens by the committed release `load_id` may follow tokens by `begun` in one answer: generation stops in
+    place for every release after `begun` up to `load_id`. One that drains or retracts leaves nothing half done."""
+    while load_id != begun:
+        release = releases.get(load_id)
+        if release is None or release.pause != IN_PLACE:
+            return False
+        load_id = release.parent
+    return True
 
 
 def serving(world: World) -> list[Engine]:

@@ -79,7 +79,7 @@ class Found:
     def __init__(self, folder: Path, engine: TorchEngine | None = None, fault: Fault | None = None) -> None:
         self.store, self.engine = ArtifactStore(folder), engine or TorchEngine()
         self.engine.start()
-        self.kept = {name: self._keep(seed) for seed, name in enumerate(("base", "c1", "c2"))}
+        self.kept = {name: self._keep(seed) for seed, name in enumerate(("base", "c1", "c2", "c3"))}
         self.agent = Agent(Config(), Me("e0", "e0.1"), "http://e0", self.engine, self.store, fault or Fault())
         self.transport = Halting(self.store)
         self.agent.transports = {"files": self.transport}

@@ -21,10 +21,10 @@ COMMIT = FIRST_STAGING + 2
 SWAP = COMMIT + 1
 
 
-def play(*words: Step, mode: str = "staged") -> Play:
+def play(*words: Step, mode: str = "staged", pause: str = "drain") -> Play:
     """A release on these words, quoted as evidence in their order; then both swaps."""
     found = Play(*BEFORE)
-    found.edit("TargetPersisted", mode=mode)
+    found.edit("TargetPersisted", mode=mode, pause=pause)
     found.say(*(words or (staged("e0", 1, "c1"), staged("e1", 1, "c1"))))
     seqs = range(FIRST_STAGING, COMMIT)
     proofs = tuple(Evidence(x.engine, x.boot, n, digest("c1")) for x, n in zip((E0, E1), seqs, strict=True))

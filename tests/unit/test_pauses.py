@@ -33,6 +33,7 @@ from tests.facts import (
     holds,
     joined,
     offered,
+    paused,
     staged,
     swapped,
     target,
@@ -46,7 +47,7 @@ from tests.unit.test_staged import STAGED
 
 CONFIG = PolicyConfig()
 LONG = Prompt(ids=(11, 3, 10), max_tokens=20, temperature=1.0, seed=7)
-SEEDS = {"base": 0, "c1": 1, "c2": 2}
+SEEDS = {"base": 0, "c1": 1, "c2": 2, "c3": 3}
 COMMITTED = (*STAGED, committed(1, "c1", E0, E1))
 SWAPPED = (*COMMITTED, swapped("e0", 1, "c1"))
 TARGETED = (*SERVING, *trained("c1"), target(1, "c1", E0, E1))
@@ -80,9 +81,10 @@ class Paced(TorchEngine):
 
 
 class Scene:
-    """An engine at work, asked for answers without HTTP between."""
+    """An engine at work, asked for answers without HTTP between, in a deployment with that pause."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, pause: str) -> None:
+        self.pause = pause
         self.engine = Paced()
         self.found = Found(folder, self.engine)
         self.server = Server(self.found.agent, 4)
@@ -102,15 +104,30 @@ class Scene:
         await until(self.engine.halts.is_set)
         return asked
 
-    async def swap(self, pause: str, name: str = "c1", sequence: int = 1) -> ReceiverVerified:
-        said = await self.found.say(msgspec.structs.replace(self.found.heading(name, sequence), pause=pause))
+    def see(self, *history: Step) -> None:
+        self.found.see(*paused(self.pause, *history))
+
+    async def fence(self, attempt: int = 1) -> EngineFenced:
+        said = await self.found.say(Fence("pub1", attempt, self.pause))
+        assert isinstance(said, EngineFenced)
+        return said
+
+    async def receive(self, history: Sequence[Step], n: int, name: str, pause: str) -> None:
+        """Stop, and load what the history ends with the offer of."""
+        self.found.see(*history)
+        await self.found.say(Fence(f"pub{n}", 1, pause))
+        blob, manifest = self.found.kept[name]
+        await self.found.say(Receive(f"pub{n}", 1, f"inc:{n}", manifest.digest, "files", blob.digest, "", 5.0))
+
+    async def swap(self, name: str = "c1", sequence: int = 1) -> ReceiverVerified:
+        said = await self.found.say(msgspec.structs.replace(self.found.heading(name, sequence), pause=self.pause))
         assert isinstance(said, ReceiverVerified) and said.method == "swapped"
         return said
 
 
 @contextlib.asynccontextmanager
-async def scene(folder: Path) -> AsyncIterator[Scene]:
-    found = Scene(folder)
+async def scene(folder: Path, pause: str = "drain") -> AsyncIterator[Scene]:
+    found = Scene(folder, pause)
     try:
         yield found
     finally:
@@ -155,7 +172,7 @@ def test_the_versions_of_these_tests_answer_differently_from_the_first_tokens_on
     draws = torch.rand(20, dtype=torch.float64, generator=torch.Generator().manual_seed(7))
     with torch.inference_mode():
         anew = policy("c1")(torch.tensor([whole.ids]), Cache(CONFIG, 1, 32))[0, -1].log_softmax(0)
-    assert len(answers) == 3 and draws[5] > 0
+    assert len(answers) == 4 and draws[5] > 0
     assert abs(float(anew[mixed.ids[5]]) - mixed.logprobs[5]) > 1e-4
 
 
@@ -193,8 +210,8 @@ async def test_a_drained_answer_is_the_old_versions_and_the_swap_waits_for_it(tm
     async with scene(tmp_path) as it:
         await it.found.say(it.found.staging())
         (asked,) = await it.ask_and_halt(7, LONG)
-        it.found.see(*COMMITTED)
-        swapping = asyncio.create_task(it.swap("drain"))
+        it.see(*COMMITTED)
+        swapping = asyncio.create_task(it.swap())
         await asyncio.sleep(0.05)
         assert not swapping.done() and not asked.done()
         it.engine.goes_on.set()
@@ -204,28 +221,28 @@ async def test_a_drained_answer_is_the_old_versions_and_the_swap_waits_for_it(tm
 
 
 async def test_a_retracted_answer_is_the_new_versions_as_if_it_had_been_asked_afterwards(tmp_path: Path) -> None:
-    async with scene(tmp_path) as it:
+    async with scene(tmp_path, "retract") as it:
         await it.found.say(it.found.staging())
         (asked,) = await it.ask_and_halt(7, LONG)
-        it.found.see(*COMMITTED)
-        said = await it.swap("retract")  # which does not wait for twenty tokens: nothing lets the engine go on
+        it.see(*COMMITTED)
+        said = await it.swap()  # which does not wait for twenty tokens: nothing lets the engine go on
         assert said.load_id == "inc:1" and not asked.done()
-        it.found.see(*SWAPPED)
+        it.see(*SWAPPED)
         answer = await asked
     assert (answer.load_id, answer.spans) == ("inc:1", ()) and same(answer.completion, by_hand(LONG, ("c1", 20)))
     assert answer.as_of == answer.done_as_of == it.found.agent.world.seq
 
 
 async def test_an_answer_that_goes_on_in_place_names_the_version_of_every_token(tmp_path: Path) -> None:
-    async with scene(tmp_path) as it:
+    async with scene(tmp_path, "in_place") as it:
         await it.found.say(it.found.staging())
         began = it.found.agent.world.seq
         (asked,) = await it.ask_and_halt(7, LONG)
-        it.found.see(*COMMITTED)
+        it.see(*COMMITTED)
         stopped = it.found.agent.world.seq
-        await it.swap("in_place")
+        await it.swap()
         assert not asked.done()
-        it.found.see(*SWAPPED)
+        it.see(*SWAPPED)
         answer, now = await asked, it.found.agent.world.seq
     assert answer.spans == (Span("inc:0", 0, 7, began, stopped), Span("inc:1", 7, 13, now, now))
     assert (answer.load_id, answer.as_of, answer.done_as_of) == ("inc:0", began, now)
@@ -234,20 +251,20 @@ async def test_an_answer_that_goes_on_in_place_names_the_version_of_every_token(
 
 async def test_two_pauses_make_three_parts(tmp_path: Path) -> None:
     second = (*SWAPPED, swapped("e1", 1, "c1"), *trained("c2", "c1", 2), staged_target(2, "c2"), offered(2, "c2"))
-    async with scene(tmp_path) as it:
+    async with scene(tmp_path, "in_place") as it:
         await it.found.say(it.found.staging())
         (asked,) = await it.ask_and_halt(3, LONG)
-        it.found.see(*COMMITTED)
-        await it.swap("in_place")
+        it.see(*COMMITTED)
+        await it.swap()
         it.engine.halt_at = 4
         it.engine.halts.clear()
-        it.found.see(*second)
+        it.see(*second)
         await until(it.engine.halts.is_set)
         await it.found.say(it.found.staging("c2", 2))
         gone = (*second, staged("e0", 2, "c2"), staged("e1", 2, "c2"), committed(2, "c2", E0, E1))
-        it.found.see(*gone)
-        await it.swap("in_place", "c2", 2)
-        it.found.see(*gone, swapped("e0", 2, "c2"))
+        it.see(*gone)
+        await it.swap("c2", 2)
+        it.see(*gone, swapped("e0", 2, "c2"))
         answer = await asked
     assert [(span.load_id, span.first, span.count) for span in answer.spans] == [
         ("inc:0", 0, 3),
@@ -263,12 +280,12 @@ def staged_target(n: int, candidate: str) -> Step:
 
 @pytest.mark.parametrize("pause", ["retract", "in_place"])
 async def test_what_was_stopped_before_its_first_token_is_the_new_versions_alone(tmp_path: Path, pause: str) -> None:
-    async with scene(tmp_path) as it:
+    async with scene(tmp_path, pause) as it:
         await it.found.say(it.found.staging())
         (asked,) = await it.ask_and_halt(0, LONG)
-        it.found.see(*COMMITTED)
-        await it.swap(pause)
-        it.found.see(*SWAPPED)
+        it.see(*COMMITTED)
+        await it.swap()
+        it.see(*SWAPPED)
         answer = await asked
     assert (answer.load_id, answer.spans) == ("inc:1", ()) and same(answer.completion, by_hand(LONG, ("c1", 20)))
 
@@ -276,18 +293,18 @@ async def test_what_was_stopped_before_its_first_token_is_the_new_versions_alone
 async def test_whoever_was_done_when_the_others_were_stopped_is_answered_at_once(tmp_path: Path) -> None:
     """Prompts of two lengths are two forward passes: the shorter ones are whole, the longer ones half way."""
     short = Prompt(ids=(11, 5, 10), max_tokens=2, seed=3)
-    async with scene(tmp_path) as it:
-        it.found.see(*TARGETED)
+    async with scene(tmp_path, "retract") as it:
+        it.see(*TARGETED)
         asked = it.ask(short, LONG)
         it.engine.halt_at = 2 + 1 + 4  # the short one is asked twice and once more, then the long one
-        it.found.see(*SERVING)
+        it.see(*SERVING)
         await until(it.engine.halts.is_set)
         await it.found.say(it.found.staging())
-        it.found.see(*COMMITTED)
-        await it.swap("retract")
+        it.see(*COMMITTED)
+        await it.swap()
         first = await asked[0]
         assert not asked[1].done()
-        it.found.see(*SWAPPED)
+        it.see(*SWAPPED)
         second = await asked[1]
     assert (first.load_id, second.load_id) == ("inc:0", "inc:1")
     assert same(first.completion, by_hand(short, ("base", 2))) and same(second.completion, by_hand(LONG, ("c1", 20)))
@@ -305,16 +322,16 @@ def receiving(found: Found) -> Receive:
 async def test_a_fence_stops_at_the_next_token_and_the_request_waits_through_it_for_the_commit(
     tmp_path: Path, pause: str
 ) -> None:
-    async with scene(tmp_path) as it:
+    async with scene(tmp_path, pause) as it:
         (asked,) = await it.ask_and_halt(7, LONG)
-        it.found.see(*TARGETED)
-        said = await it.found.say(Fence("pub1", 1, pause))
+        it.see(*TARGETED)
+        said = await it.fence()
         assert isinstance(said, EngineFenced) and said.previous == "inc:0"
-        it.found.see(*FENCED)
+        it.see(*FENCED)
         assert isinstance(await it.found.say(receiving(it.found)), ReceiverVerified)
         await asyncio.sleep(0.02)
         assert not asked.done() and it.engine.calls == 1
-        it.found.see(*RELEASED)
+        it.see(*RELEASED)
         answer = await asked
     expected = by_hand(LONG, ("c1", 20)) if pause == "retract" else by_hand(LONG, ("base", 7), ("c1", 13))
     named = [(span.load_id, span.count) for span in answer.spans]
@@ -324,20 +341,38 @@ async def test_a_fence_stops_at_the_next_token_and_the_request_waits_through_it_
 
 async def test_after_a_halt_it_goes_on_with_the_incumbent_and_says_that_it_had_stopped(tmp_path: Path) -> None:
     """Both parts are of one version; an answer in one go would contradict the fence between them."""
-    async with scene(tmp_path) as it:
+    async with scene(tmp_path, "in_place") as it:
         (asked,) = await it.ask_and_halt(7, LONG)
-        it.found.see(*TARGETED)
-        await it.found.say(Fence("pub1", 1, "in_place"))
+        it.see(*TARGETED)
+        await it.fence()
         stopped = (*TARGETED, fenced("e0", 1), fenced("e1", 1), halted(1))
-        it.found.see(*stopped)
+        it.see(*stopped)
         blob, manifest = it.found.kept["base"]
         said = await it.found.say(VerifyHead("inc:0", manifest.digest, blob))
         assert isinstance(said, ReceiverVerified) and said.method == "memory"
-        it.found.see(*stopped, holds("e0", 0, "base"))
+        it.see(*stopped, holds("e0", 0, "base"))
         answer = await asked
     assert [(span.load_id, span.count) for span in answer.spans] == [("inc:0", 7), ("inc:0", 13)]
     assert answer.spans[0].done_as_of < len(TARGETED) + 1 <= answer.spans[1].as_of
     assert same(answer.completion, by_hand(LONG, ("base", 20)))
+
+
+HALTED = (*paused("in_place", *TARGETED), fenced("e0", 1), fenced("e1", 1), halted(1))
+
+
+def next_one(n: int, candidate: str, parent: int, pause: str) -> tuple[Step, ...]:
+    """A release after one of those, from its job to its ticket; and, from there on, to its commit."""
+    base = {0: "base", 2: "c2"}[parent]
+    return (
+        *trained(candidate, base, n),
+        *paused(pause, target(n, candidate, E0, E1, parent=parent)),
+        *(fenced("e0", n), fenced("e1", n), offered(n, candidate)),
+    )
+
+
+def commits(n: int, candidate: str, parent: int) -> tuple[Step, ...]:
+    words = (verified_fact("e0", n, candidate), verified_fact("e1", n, candidate))
+    return (*words, committed(n, candidate, E0, E1, parent=parent))
 
 
 @pytest.mark.parametrize("pause", ["drain", "retract", "in_place"])
@@ -345,27 +380,34 @@ async def test_what_was_stopped_for_a_halted_release_goes_on_over_the_next_one_o
     tmp_path: Path, pause: str
 ) -> None:
     """The second target comes before the incumbent was proven again: nothing is in hand then, and yet it is kept."""
-    over = (*TARGETED, fenced("e0", 1), fenced("e1", 1), halted(1), *trained("c2", "base", 2))
-    over = (*over, msgspec.structs.replace(target(2, "c2", E0, E1, parent=0), pause=pause))
-    both = (*over, fenced("e0", 2), fenced("e1", 2), offered(2, "c2"))
-    async with scene(tmp_path) as it:
+    second = (*HALTED, *next_one(2, "c2", 0, pause))
+    async with scene(tmp_path, "in_place") as it:
         (asked,) = await it.ask_and_halt(7, LONG)
-        it.found.see(*TARGETED)
-        await it.found.say(Fence("pub1", 1, "in_place"))
-        it.found.see(*over)
-        await it.found.say(Fence("pub2", 1, pause))
-        it.found.see(*both)
-        blob, manifest = it.found.kept["c2"]
-        await it.found.say(Receive("pub2", 1, "inc:2", manifest.digest, "files", blob.digest, "", 5.0))
-        done = (verified_fact("e0", 2, "c2"), verified_fact("e1", 2, "c2"))
-        committing = msgspec.structs.replace(committed(2, "c2", E0, E1), parent="inc:0")
-        it.found.see(*both, *done, committing)
+        it.see(*TARGETED)
+        await it.fence()
+        await it.receive(second, 2, "c2", pause)
+        it.found.see(*second, *commits(2, "c2", 0))
         answer = await asked
     mixed = pause == "in_place"
     assert [(s.load_id, s.count) for s in answer.spans] == ([("inc:0", 7), ("inc:2", 13)] if mixed else [])
     assert answer.load_id == ("inc:0" if mixed else "inc:2")
     parts = (("base", 7), ("c2", 13)) if mixed else (("c2", 20),)
     assert same(answer.completion, by_hand(LONG, *parts))
+
+
+async def test_one_release_that_drains_is_enough_though_the_last_one_is_in_place(tmp_path: Path) -> None:
+    """Both came about before the engine generated again: how it was stopped last says nothing of the one before."""
+    second = (*HALTED, *next_one(2, "c2", 0, "drain"))
+    third = (*second, *commits(2, "c2", 0), *next_one(3, "c3", 2, "in_place"))
+    async with scene(tmp_path, "in_place") as it:
+        (asked,) = await it.ask_and_halt(7, LONG)
+        it.see(*TARGETED)
+        await it.fence()
+        await it.receive(second, 2, "c2", "drain")
+        await it.receive(third, 3, "c3", "in_place")
+        it.found.see(*third, *commits(3, "c3", 2))
+        answer = await asked
+    assert (answer.load_id, answer.spans) == ("inc:3", ()) and same(answer.completion, by_hand(LONG, ("c3", 20)))
 
 
 async def test_a_fence_that_is_given_up_while_it_waits_lets_generation_go_on(tmp_path: Path) -> None:
@@ -386,12 +428,12 @@ async def test_a_fence_that_is_given_up_while_it_waits_lets_generation_go_on(tmp
 
 @pytest.mark.parametrize("pause", ["retract", "in_place"])
 async def test_nothing_more_is_generated_for_a_client_that_hung_up_in_a_pause(tmp_path: Path, pause: str) -> None:
-    async with scene(tmp_path) as it:
+    async with scene(tmp_path, pause) as it:
         (asked,) = await it.ask_and_halt(7, LONG)
-        it.found.see(*TARGETED)
-        await it.found.say(Fence("pub1", 1, pause))
+        it.see(*TARGETED)
+        await it.fence()
         asked.cancel()
-        it.found.see(*SERVING)
+        it.see(*SERVING)
         (other,) = it.ask(LONG)
         answer = await other
     assert it.engine.calls == 2 and same(answer.completion, by_hand(LONG, ("base", 20)))
@@ -399,33 +441,33 @@ async def test_nothing_more_is_generated_for_a_client_that_hung_up_in_a_pause(tm
 
 async def test_a_client_that_hung_up_costs_the_others_of_its_batch_nothing(tmp_path: Path) -> None:
     twin = msgspec.structs.replace(LONG, seed=8)
-    async with scene(tmp_path) as it:
-        it.found.see(*TARGETED)
+    async with scene(tmp_path, "in_place") as it:
+        it.see(*TARGETED)
         asked = it.ask(LONG, twin)
         it.engine.halt_at = 7
-        it.found.see(*SERVING)
+        it.see(*SERVING)
         await until(it.engine.halts.is_set)
-        it.found.see(*TARGETED)
-        await it.found.say(Fence("pub1", 1, "in_place"))
+        it.see(*TARGETED)
+        await it.fence()
         asked[0].cancel()
-        it.found.see(*SERVING)
+        it.see(*SERVING)
         answer = await asked[1]
     assert same(answer.completion, by_hand(twin, ("base", 20)))
 
 
 async def test_a_batch_is_not_retracted_for_ever(tmp_path: Path) -> None:
     """Where releases come faster than its answers, it would never end: it is drained in the end."""
-    async with scene(tmp_path) as it:
+    async with scene(tmp_path, "retract") as it:
         (asked,) = await it.ask_and_halt(7, LONG)
         for n in range(MAX_RETRACTIONS):
-            it.found.see(*TARGETED)
-            await it.found.say(Fence("pub1", n, "retract"))
+            it.see(*TARGETED)
+            await it.fence(n)
             it.engine.halt_at = 7
             it.engine.halts.clear()
-            it.found.see(*SERVING)
+            it.see(*SERVING)
             await until(it.engine.halts.is_set)
-        it.found.see(*TARGETED)
-        fence = asyncio.create_task(it.found.say(Fence("pub1", 9, "retract")))
+        it.see(*TARGETED)
+        fence = asyncio.create_task(it.fence(9))
         await asyncio.sleep(0.05)
         assert not fence.done()
         it.engine.goes_on.set()
@@ -436,14 +478,14 @@ async def test_a_batch_is_not_retracted_for_ever(tmp_path: Path) -> None:
 
 
 async def test_an_engine_that_ends_waits_not_even_for_what_is_retracted_no_more(tmp_path: Path) -> None:
-    async with scene(tmp_path) as it:
+    async with scene(tmp_path, "retract") as it:
         (asked,) = await it.ask_and_halt(7, LONG)
         for n in range(MAX_RETRACTIONS):
-            it.found.see(*TARGETED)
-            await it.found.say(Fence("pub1", n, "retract"))
+            it.see(*TARGETED)
+            await it.fence(n)
             it.engine.halt_at = 7
             it.engine.halts.clear()
-            it.found.see(*SERVING)
+            it.see(*SERVING)
             await until(it.engine.halts.is_set)
         it.server.end()
         it.worker.cancel()

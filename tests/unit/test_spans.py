@@ -22,7 +22,7 @@ from reef_bus.events import InferenceRecorded, Span
 from reef_bus.journal import RECORDS, MemoryJournal, MemoryStreams
 from reef_bus.producer import connect
 from reef_bus.samples import Batch, decode_batch, decode_rows, encode_batch
-from tests.facts import E0, E1, SERVING, fenced, halted, holds, released, target, trained
+from tests.facts import E0, E1, SERVING, fenced, halted, holds, paused, released, target, trained
 from tests.spec import Step
 from tests.unit import test_book, test_gateway, test_invariants_staged, test_records
 from tests.unit.test_book import SECOND, batch, nothing, shelf, world  # noqa: F401 - a fixture
@@ -30,7 +30,7 @@ from tests.unit.test_gateway import PROMPT, QUESTION, Scripted, gateway, generat
 from tests.unit.test_invariants import Play, answer, report
 from tests.unit.test_invariants_staged import COMMIT, SWAP, invariants
 
-COMMITTED = (*SERVING, *trained("c1"), *released(1, "c1", E0, E1))
+COMMITTED = (*SERVING, *trained("c1"), *paused("in_place", *released(1, "c1", E0, E1)))
 
 
 def spans(*parts: tuple[int, int, int, int]) -> tuple[Span, ...]:
@@ -109,6 +109,15 @@ async def test_an_answer_whose_spans_do_not_hold_is_asked_for_again(parts: tuple
     assert len(router.asked) == 2
 
 
+async def test_an_answer_that_goes_on_over_a_release_that_drains_is_asked_for_again() -> None:
+    async def hands(engine: Engine) -> Generated:
+        return mixed(engine) if len(router.asked) == 1 else generated(engine)
+
+    router = Scripted(hands)
+    router.moved(world(*paused("drain", *COMMITTED)))
+    assert (await router.generate(PROMPT)).spans == () and len(router.asked) == 2
+
+
 async def test_the_record_the_blob_and_the_client_are_told_which_release_made_which_tokens(tmp_path: Path) -> None:
     journal = MemoryJournal(MemoryStreams())
     async with gateway(journal, tmp_path) as (url, _, found):
@@ -136,9 +145,9 @@ async def test_the_record_the_blob_and_the_client_are_told_which_release_made_wh
 # -- the audit: each part is judged as an answer of its own
 
 
-def audited(*parts: tuple[int, int, int, int], **changes: object) -> Audit:
+def audited(*parts: tuple[int, int, int, int], pause: str = "in_place", **changes: object) -> Audit:
     """Of a staged release, whose first engine gave this answer of five tokens."""
-    found, named = test_invariants_staged.play(), spans(*parts)
+    found, named = test_invariants_staged.play(pause=pause), spans(*parts)
     whole = replace(answer("r1", E0, parts[0][0], parts[0][2], {}), done_as_of=parts[-1][3], answer_tokens=5)
     found.record(replace(whole, **{"spans": named, **changes}))
     return found.audit()
@@ -146,6 +155,12 @@ def audited(*parts: tuple[int, int, int, int], **changes: object) -> Audit:
 
 def test_an_answer_across_a_swap_is_clean_if_it_says_so() -> None:
     assert audited((0, 2, 7, COMMIT), (1, 3, SWAP, SWAP)).violations == ()
+
+
+@pytest.mark.parametrize("pause", ["drain", "retract"])
+def test_the_same_answer_where_a_release_leaves_nothing_half_done_is_not(pause: str) -> None:
+    audit = audited((0, 2, 7, COMMIT), (1, 3, SWAP, SWAP), pause=pause)
+    assert invariants(audit) == {2} and "drains or retracts" in audit.violations[0].text
 
 
 def test_the_same_answer_under_one_name_is_not() -> None:
@@ -172,7 +187,7 @@ def test_a_part_that_would_be_a_wrong_answer_is_found(
 
 def loaded(*parts: tuple[int, int, int, int]) -> Audit:
     """Of an engine whose swap failed: it loaded the release, and once more proved what it then held."""
-    found = test_invariants_staged.play()
+    found = test_invariants_staged.play(pause="in_place")
     found.edit("ReceiverVerified", 3, method="artifact")
     found.say(holds("e0", 1, "c1"))
     whole = replace(answer("r1", E0, parts[0][0], parts[0][2], {}), done_as_of=parts[-1][3], answer_tokens=5)
@@ -207,6 +222,7 @@ def test_a_batch_that_forgets_the_spans_of_its_samples_is_found(forgotten: bool)
     found = Play(*SERVING)
     found.train("c1", "base", 1, found.answers(0, E0, E1))
     found.release(1, "c1", E0, E1)
+    found.edit("TargetPersisted", pause="in_place")
     now = len(found.log)
     named = spans((0, 2, 7, 8), (1, 3, now, now))
     found.record(replace(answer("mixed", E0, 0, 7, {}), done_as_of=now, answer_tokens=5, spans=named))

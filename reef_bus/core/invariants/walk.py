@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable
-from itertools import islice
+from itertools import islice, pairwise
 from math import fsum, inf
 from operator import attrgetter
 
@@ -20,7 +20,7 @@ from reef_bus.core.ids import BASE
 from reef_bus.core.invariants.findings import Audit, Final, Findings, Rewards
 from reef_bus.core.invariants.ledger import Ledger, note, seed
 from reef_bus.core.invariants.records import Answer, Answers, Batches, every_part, index
-from reef_bus.core.serving import fenced, holds_head, live, may_generate
+from reef_bus.core.serving import fenced, holds_head, live, may_continue, may_generate
 from reef_bus.core.start import Start
 from reef_bus.core.void import Tail
 from reef_bus.core.world import World, fold, ignored
@@ -84,6 +84,7 @@ def examine(log: Iterable[Recorded], answers: Answers, batches: Batches | None, 
         _account_some(told, handful)
     _judge_rest(judged, events)
     _check_drains(ledger)
+    _check_mixtures(ledger, told.world, begin)
     findings.extend(ledger.findings)
     _compare(judged, told, log, start, findings)
     if batches is None and ledger.jobs:
@@ -243,6 +244,19 @@ def _check_drains(ledger: Ledger) -> None:
             said = f"boot {part.boot} said at LOG {stops[place]} that it had stopped"
             text = f"record {part.record} was generated from LOG {part.as_of} to {part.done_as_of}, but {said}"
             ledger.findings.add(2, text, [stops[place]], [part.seq])
+
+
+def _check_mixtures(ledger: Ledger, world: World, begin: int) -> None:
+    """Invariant 2: one answer has tokens of two releases only where generation stops in place from one to the other. Of
+    what was given before this log began, nobody knows how it stopped."""
+    releases = world.publications.releases
+    for answer in ledger.answers.by_id.values():
+        for one, other in pairwise(answer.spans):
+            known = other.as_of > begin and one.load_id in releases and other.load_id in releases
+            if known and not may_continue(releases, one.load_id, other.load_id):
+                text = f"record {answer.record} by {answer.engine} boot {answer.boot} goes on with {other.load_id}"
+                why = f"where it had stopped with {one.load_id}; in between, a release drains or retracts"
+                ledger.findings.add(2, f"{text} {why}", [other.as_of], [answer.seq])
 
 
 # -- the comparison

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import os
 import signal
@@ -38,6 +39,7 @@ Build = Callable[[Config, JetStreamJournal, Me, contextlib.AsyncExitStack], Awai
 
 def run_role(role: str, config: Config, id_: str) -> int:
     """Load a role by its entry point and run it in this process until it ends. Returns the exit status."""
+    gc.disable()  # until it is up: a million objects are made by imports, all of which stay
     found = list(metadata.entry_points(group=ROLES, name=role))
     if not found:
         names = sorted(entry.name for entry in metadata.entry_points(group=ROLES))
@@ -104,6 +106,8 @@ async def _boot(config: Config, me: Me, build: Build) -> None:
         journal = await connect(config.nats.url, config.deployment, f"reef-{me.id}")
         stack.push_async_callback(journal.close)
         role = await build(config, journal, me, stack)
+        gc.freeze()
+        gc.enable()
         runner = Runner(journal, role, fetch=blobs_in(config.artifact_root()))
         if config.metrics.port:
             from reef_bus import metrics  # an extra, and half a second of imports, for those who ask for it

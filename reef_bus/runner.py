@@ -278,8 +278,9 @@ class Runner:
             stored = (await self.journal.append(draft, prev)).seq
         except Conflict:
             stored = await self._head()
-        except Unavailable:
+        except Unavailable as error:
             # It may be stored, or be stored yet: with the same prev it is the same event, so looking is enough.
+            log.warning("%s: %s; looking whether it is stored", debt.key, error)
             await asyncio.sleep(RETRY_S)
             stored = await self._head()
         await self.reached(stored)

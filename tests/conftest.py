@@ -17,8 +17,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 settings.register_profile("reef", deadline=None, derandomize=True)
 settings.load_profile("reef")
 
-UNCOVERED = ("simulation", "integration")
-"""Whole deployments: what they run in other processes is not measured anyway, and measuring costs as much again."""
+UNCOVERED = ("simulation", "integration", "property")
+"""What runs long, or in other processes, which are not measured anyway: measuring costs as much again."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -29,7 +29,6 @@ from reef_bus.events import (
 from reef_bus.manifest import Manifest, describe
 from reef_bus.stored import Chain, chain_at, read
 from tests.e2e.live import Live, in_mode, kill_at, live, recovered
-from tests.integration.test_staged import idle, roll_back
 
 pytestmark = pytest.mark.integration
 
@@ -40,6 +39,34 @@ CONFIG = msgspec.structs.replace(
     publication=msgspec.structs.replace(STAGED.publication, delta=True),
     artifacts=Artifacts(anchor_every=EVERY),
 )
+
+
+def idle(found: Live) -> bool:
+    published, training = found.world.publications, found.world.training
+    return not (training.job or published.open or [c for c in training.selected if c not in published.ended])
+
+
+async def roll_back(found: Live) -> None:
+    """To the first release, while nothing else is under way: staged from its artifact, and swapped in."""
+    head, first = found.world.publications.head, list(found.world.publications.releases.values())[1]
+    assert head is not None and head.candidate != first.candidate
+    asked = RollbackRequested(
+        actor="ada", why="a test", head=head.load_id, scenario=found.world.training.scenario, release=first.load_id
+    )
+    await found.running.journal.append(Draft(event=asked, writer="operator/ada", boot="ada"), 0)
+
+    def back() -> bool:
+        now = found.world.publications.head
+        return now is not None and now.candidate == first.candidate and found.all_serve()
+
+    await found.until("the first release's content serves again", back)
+    target = next(r.event for r in reversed(found.events) if isinstance(r.event, TargetPersisted) and r.event.request)
+    swaps = [
+        r.event for r in found.events if isinstance(r.event, ReceiverVerified) and r.event.load_id == target.load_id
+    ]
+    assert {(swap.engine, swap.method, swap.manifest) for swap in swaps} == {
+        (engine, "swapped", first.manifest) for engine in found.world.membership.engines
+    }
 
 
 def candidates(found: Live) -> list[CandidateReady]:
@@ -58,16 +85,22 @@ def kept_as(found: Live) -> list[int]:
 
 
 async def test_releases_move_as_deltas_and_a_killed_engine_comes_back_through_anchor_and_deltas(tmp_path: Path) -> None:
+    """Section 8 in staged mode: kills before and after the commit point, and while sending. Nobody was ever fenced."""
     async with live(tmp_path, CONFIG) as found:
         await found.until("five releases", lambda: found.releases() >= 5, 120)
-        await recovered(found, await kill_at(found, "engine-1", "ReleaseCommitted"))
-        await recovered(found, await kill_at(found, "trainer", "SenderReady"))
+        for component, event in (
+            ("engine-1", "EngineStaged"),
+            ("engine-1", "ReleaseCommitted"),
+            ("trainer", "SenderReady"),
+        ):
+            await recovered(found, await kill_at(found, component, event))
         await found.client.stop()
         await found.until("nothing is under way", lambda: idle(found))
         await roll_back(found)
         load, chain = await loaded_by_a_killed_engine(found)
         audit = await found.audit()
     assert [v.text for v in audit.violations] == [] and audit.records > 0
+    assert "EngineFenced" not in {recorded.name for recorded in found.events}
     assert len(chain.links) == 1 and load.bytes == chain.nbytes > candidates(found)[0].tensor_bytes
     moved_less(found)
     assert set(kept_as(found)) == set(range(EVERY)), "anchors, and everything between them"

@@ -12,25 +12,19 @@ import pytest
 from reef_bus.artifacts import ArtifactStore
 from reef_bus.audit import read_history
 from reef_bus.events import (
-    Draft,
     EngineFenced,
     InferenceRecorded,
     ReceiverVerified,
     Recorded,
     ReleaseCommitted,
-    RollbackRequested,
     TargetPersisted,
 )
-from tests.e2e.live import CONCURRENCY, Live, in_mode, kill_at, live, recovered
+from tests.e2e.live import CONCURRENCY, Live, in_mode, live
 from tests.integration.test_demo import reef_bus
 
 pytestmark = pytest.mark.integration
 
 MS = 1e6
-
-
-def names(found: Live) -> set[str]:
-    return {recorded.name for recorded in found.events}
 
 
 def pauses_ms(events: Sequence[Recorded]) -> list[float]:
@@ -51,52 +45,6 @@ def pauses_ms(events: Sequence[Recorded]) -> list[float]:
     return found
 
 
-def idle(found: Live) -> bool:
-    published, training = found.world.publications, found.world.training
-    return not (training.job or published.open or [c for c in training.selected if c not in published.ended])
-
-
-async def roll_back(found: Live) -> None:
-    """To the first release, while nothing else is under way: staged from its artifact, and swapped in."""
-    head, first = found.world.publications.head, list(found.world.publications.releases.values())[1]
-    assert head is not None and head.candidate != first.candidate
-    asked = RollbackRequested(
-        actor="ada", why="a test", head=head.load_id, scenario=found.world.training.scenario, release=first.load_id
-    )
-    await found.running.journal.append(Draft(event=asked, writer="operator/ada", boot="ada"), 0)
-
-    def back() -> bool:
-        now = found.world.publications.head
-        return now is not None and now.candidate == first.candidate and found.all_serve()
-
-    await found.until("the first release's content serves again", back)
-    target = next(r.event for r in reversed(found.events) if isinstance(r.event, TargetPersisted) and r.event.request)
-    swaps = [
-        r.event for r in found.events if isinstance(r.event, ReceiverVerified) and r.event.load_id == target.load_id
-    ]
-    assert {(swap.engine, swap.method, swap.manifest) for swap in swaps} == {
-        (engine, "swapped", first.manifest) for engine in found.world.membership.engines
-    }
-
-
-async def test_an_engine_or_the_trainer_dies_in_staged_mode_and_the_deployment_goes_on(tmp_path: Path) -> None:
-    """Section 8: before and after the commit point, and while sending. Nobody was ever fenced."""
-    async with live(tmp_path, in_mode("staged")) as found:
-        for component, event in (
-            ("engine-1", "EngineStaged"),
-            ("engine-1", "ReleaseCommitted"),
-            ("trainer", "SenderReady"),
-        ):
-            await recovered(found, await kill_at(found, component, event))
-        await found.client.stop()
-        await found.until("nothing is under way", lambda: idle(found))
-        await roll_back(found)
-        audit = await found.audit()
-    assert [v.text for v in audit.violations] == []
-    assert found.releases() >= 4 and audit.records > 0
-    assert "EngineFenced" not in names(found) and "EngineStaged" in names(found)
-
-
 async def answers_meanwhile(found: Live) -> int:
     """Answers that were begun while a release was under way: after its target, before its commit."""
     history = await read_history(found.running.journal, ArtifactStore(found.running.config.folder("artifacts")))
@@ -111,12 +59,12 @@ async def test_traffic_goes_on_while_a_release_is_staged_and_pauses_for_less_tha
     for mode in ("fenced", "staged"):
         async with live(tmp_path / mode, in_mode(mode), traffic=False) as found:
             found.client.start(CONCURRENCY, 0.05)
-            await found.until("eight releases", lambda found=found: found.releases() >= 8, 120)  # type: ignore[misc]
+            await found.until("six releases", lambda found=found: found.releases() >= 6, 120)  # type: ignore[misc]
             await found.client.stop()
             assert [v.text for v in (await found.audit()).violations] == []
             meanwhile[mode] = await answers_meanwhile(found)
         pauses = pauses_ms(found.events)
-        assert len(pauses) >= 12
+        assert len(pauses) >= 8
         medians[mode] = statistics.median(pauses)
         print(json.dumps({"mode": mode, "pauses": len(pauses), "p50_ms": medians[mode], "max_ms": max(pauses)}))
     assert meanwhile["fenced"] == 0 < meanwhile["staged"], meanwhile

@@ -96,10 +96,15 @@ class Live:
 
 @contextlib.asynccontextmanager
 async def live(
-    folder: Path, config: Config = CONFIG, *, traffic: bool = True, before: Callable[[Live], None] | None = None
+    folder: Path,
+    config: Config = CONFIG,
+    *,
+    traffic: bool = True,
+    pause_s: float = PAUSE_S,
+    before: Callable[[Live], None] | None = None,
 ) -> AsyncIterator[Live]:
-    """Bring a deployment up in `folder`; with `traffic`, a harness asks, scores and reports all the time. `before` is
-    called when the processes are being started."""
+    """Bring a deployment up in `folder`; with `traffic`, a harness asks, scores and reports all the time, and each of
+    its clients rests `pause_s` in between. `before` is called when the processes are being started."""
     found = Live()
     config = msgspec.structs.replace(config, state_dir=str(folder))
     async with deployment(config, found.see) as found.running:
@@ -108,7 +113,7 @@ async def live(
         async with harness(found.running.url, config.model, time.time_ns()) as found.client:
             await found.until("every engine serves", found.all_serve)
             if traffic:
-                found.client.start(CONCURRENCY, PAUSE_S)
+                found.client.start(CONCURRENCY, pause_s)
             yield found
             if error := found.client.failed():
                 raise error

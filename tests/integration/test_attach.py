@@ -99,7 +99,7 @@ async def test_the_example_is_killed_at_three_points_and_loses_and_doubles_no_re
                 script.kill()
                 script.start(found)
 
-        async with live(tmp_path, ATTACHED, before=before) as found:
+        async with live(tmp_path, ATTACHED, pause_s=2.0, before=before) as found:
             for event in KILLS:
                 await kill_at(found, script, event)
                 script.start(found)

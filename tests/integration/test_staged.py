@@ -19,7 +19,7 @@ from reef_bus.events import (
     ReleaseCommitted,
     TargetPersisted,
 )
-from tests.e2e.live import CONCURRENCY, Live, in_mode, live
+from tests.e2e.live import Live, in_mode, live
 from tests.integration.test_demo import reef_bus
 
 pytestmark = pytest.mark.integration
@@ -57,8 +57,7 @@ async def answers_meanwhile(found: Live) -> int:
 async def test_traffic_goes_on_while_a_release_is_staged_and_pauses_for_less_than_a_fence(tmp_path: Path) -> None:
     medians, meanwhile = dict[str, float](), dict[str, int]()
     for mode in ("fenced", "staged"):
-        async with live(tmp_path / mode, in_mode(mode), traffic=False) as found:
-            found.client.start(CONCURRENCY, 0.05)
+        async with live(tmp_path / mode, in_mode(mode), pause_s=0.05) as found:
             await found.until("six releases", lambda found=found: found.releases() >= 6, 120)  # type: ignore[misc]
             await found.client.stop()
             assert [v.text for v in (await found.audit()).violations] == []

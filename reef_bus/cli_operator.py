@@ -137,6 +137,12 @@ async def answer(journal: JetStreamJournal, judge: Judge, request: int) -> Recor
                     return recorded
     except TimeoutError:
         pass
+    asked = judge.world.requests.get(request)
+    if asked and asked.refused:
+        raise Unavailable(
+            f"request {request} can never be met ({asked.refused}: it was decided on {asked.head or 'no head'}), and "
+            "no publisher runs that would say so; look at `reef-bus status`, and ask again"
+        )
     raise Unavailable(
         f"request {request} is on the log, and nobody answered within {ANSWER_S:g} s. It stands; `reef-bus status` "
         f"says who runs, `reef-bus log show {request}` what came of it"

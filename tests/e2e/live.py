@@ -24,7 +24,7 @@ from reef_bus.core.serving import serving
 from reef_bus.core.world import World
 from reef_bus.events import Recorded
 
-CONCURRENCY, PAUSE_S = 8, 0.25  # little traffic, so that what is killed comes back at its own speed
+CONCURRENCY, PAUSE_S = 8, 0.4  # little traffic, so that what is killed comes back at its own speed
 CONFIG = Config(
     deployment="live",
     publication=Publication(

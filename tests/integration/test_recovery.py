@@ -61,6 +61,7 @@ async def test_a_person_resumes_what_the_supervisor_gave_up(tmp_path: Path) -> N
     found = Live()
     async with deployment(msgspec.structs.replace(FRUGAL, state_dir=str(tmp_path)), found.see) as found.running:
         await found.until("the publisher runs", lambda: "publisher" in ready(found))
+        await found.until("the head is there, and stays", lambda: found.world.publications.head is not None)
         found.running.kill("publisher")
         await found.until("it is given up", lambda: found.world.components["publisher"].halted)
         status = json.loads(await reef_bus(tmp_path, "status", "--json"))

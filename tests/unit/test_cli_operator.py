@@ -21,6 +21,7 @@ from reef_bus.events import (
     ComponentStarted,
     Draft,
     EngineRetireRequested,
+    Event,
     JobDiscardRequested,
     JobRestoreRequested,
     OperatorEvent,
@@ -44,7 +45,7 @@ class Owner(MemoryJournal):
     """A journal in which somebody reacts to a request: `reaction` is appended as soon as it is stored."""
 
     reaction: type[RecoveryResumed] | type[RequestRefused] | None = RecoveryResumed
-    before: Asked | None = None
+    before: Event | None = None
 
     async def append(self, draft: Draft, prev: int) -> Any:
         if self.before and isinstance(draft.event, Asked) and draft.boot != "other":
@@ -156,6 +157,16 @@ async def test_without_an_answer_the_request_stands_and_that_is_said(journal: Ow
     with pytest.raises(Unavailable, match=r"request 4 is on the log, and nobody answered within 0\.2 s"):
         await cli_operator.request(words())
     assert await journal.head(LOG) == 4
+
+
+async def test_who_asks_on_a_head_that_moves_meanwhile_hears_to_ask_again_also_where_no_publisher_runs(
+    journal: Owner,
+) -> None:
+    """The refusal is a publisher's to write, and it may be the one that was given up."""
+    await put(journal, facts.trainer_joined())
+    journal.before, journal.reaction = facts.registered(), None
+    with pytest.raises(Unavailable, match=r"request 6 can never be met \(head_moved: it was decided on no head\)"):
+        await cli_operator.request(words())
 
 
 async def test_a_name_that_is_no_component_is_not_asked_for(journal: Owner) -> None:

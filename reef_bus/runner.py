@@ -141,7 +141,7 @@ class Runner:
     def _wake(self) -> None:
         """Whoever waits for the fold or for an effect looks again."""
         self._moved.set()
-        self._moved = asyncio.Event()
+        self._moved.clear()
 
     async def _halt(self, error: ContractError) -> None:
         self.halted = str(error)
@@ -222,14 +222,13 @@ class Runner:
 
     async def _write(self) -> None:
         while True:
-            moved = self._moved
             try:
                 debt = self._ready()
             except ContractError as error:
                 await self._halt(error)
                 continue
             if debt is None:
-                await moved.wait()
+                await self._moved.wait()
                 continue
             event = debt.effect.event if isinstance(debt.effect, Append) else self._effects[debt.key].result()
             if event is None or await self._append(debt, event):

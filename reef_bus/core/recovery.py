@@ -45,7 +45,8 @@ def supervisor(world: World, me: Me, seen: Mapping[str, Seen], restarts: Restart
     if not world.incarnation:
         return []
     found = (_component(world, me, name, each, restarts, now) for name, each in seen.items())
-    return [*_answers(world, seen), *(debt for debt in found if debt)]
+    answers = _answers(world, seen) if world.requests else []
+    return [*answers, *(debt for debt in found if debt)]
 
 
 def _answers(world: World, seen: Mapping[str, Seen]) -> list[Debt]:

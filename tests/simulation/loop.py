@@ -121,9 +121,7 @@ class Loop(asyncio.BaseEventLoop):
     def time(self) -> float:
         return self.now
 
-    def get_debug(self) -> bool:
-        return False
-
+    get_debug = bool  # False; asked for every future, so that it is no function of ours
     def create_future(self) -> asyncio.Future[Any]:
         return Future(loop=self)
 
@@ -147,7 +145,11 @@ class Loop(asyncio.BaseEventLoop):
         return handle
 
     def call_later(self, delay: float, callback: Callable[..., Any], *args: Any, context: Any = None) -> Handle:  # type: ignore[override]
-        return self.call_at(self.now + delay, callback, *args, context=context)
+        if context is None:
+            context = contextvars.copy_context()
+        handle = Handle(callback, args, context, context.get(PROCESS))
+        heappush(self.timers, (self.now + delay, next(self._set), handle))
+        return handle
 
     def _run_once(self) -> None:
         """Every step until somebody stops the loop; one function, because it is called for nothing else."""

@@ -139,7 +139,7 @@ class Runner:
                 self._ask.set()
 
     def _wake(self) -> None:
-        """Whoever waits for the fold or for an effect looks again."""
+        """Whoever waits for the fold or for an effect looks again; who comes later waits for the next time."""
         self._moved.set()
         self._moved.clear()
 

@@ -34,7 +34,6 @@ from tests.spec import SECOND
 FAULTS_S = 18.0
 SETTLED_S = 120.0
 """Faults may fall for so long; after they stop, everything must have come to its end within so long."""
-GC_EVERY = 10
 
 
 @dataclass(frozen=True)
@@ -358,8 +357,6 @@ def simulate(
             logging.disable(before)
         if collects:
             gc.enable()
-            if seed % GC_EVERY == 0:
-                gc.collect()
 
 
 def _simulate(seed: int, found: Deployment) -> Outcome:

@@ -240,10 +240,12 @@ class Runner:
         """The first debt whose effect is done and whose fact is not on the log yet. Raises what an effect raised."""
         if self.halted:
             return None
-        for task in self._effects.values():
-            if task.done() and not task.cancelled() and (error := task.exception()):
-                raise error
-        done = {k for k, task in self._effects.items() if task.done() and not task.cancelled()} | self._bare
+        done = set(self._bare)
+        for key, task in self._effects.items():
+            if task.done() and not task.cancelled():
+                if error := task.exception():
+                    raise error
+                done.add(key)
         done -= self._settled
         return next((debt for debt in self._owed() if debt.key in done), None) if done else None
 

@@ -56,7 +56,7 @@ def _answers(world: World, seen: Mapping[str, Seen]) -> list[Debt]:
 
 
 def _component(world: World, me: Me, name: str, seen: Seen, restarts: Restarts, now: int) -> Debt | None:
-    component = world.components.get(name, Component())
+    component = world.components.get(name) or Component()
     foreign = seen.exit is None and not seen.owned
     match component.state:
         case "running":

@@ -33,9 +33,9 @@ class Stuck(Exception):
 class Task(asyncio.Task[Any]):
     """Hashes by its number: asyncio keeps tasks in sets, and a set by addresses has another order in every run."""
 
-    def __init__(self, coroutine: Coroutine[Any, Any, Any], *, loop: Loop, **kwargs: Any) -> None:
+    def __init__(self, coroutine: Coroutine[Any, Any, Any], loop: Loop, context: contextvars.Context | None) -> None:
         self.number = next(loop.numbers)
-        super().__init__(coroutine, loop=loop, name=f"t{self.number}", **kwargs)
+        super().__init__(coroutine, loop=loop, name=f"t{self.number}", context=context)
         loop.tasks.append(self)
 
     def __hash__(self) -> int:
@@ -125,8 +125,10 @@ class Loop(asyncio.BaseEventLoop):
     def create_future(self) -> asyncio.Future[Any]:
         return Future(loop=self)
 
-    def create_task(self, coroutine: Coroutine[Any, Any, Any], **kwargs: Any) -> asyncio.Task[Any]:  # type: ignore[override]
-        return Task(coroutine, loop=self, context=kwargs.get("context"))
+    def create_task(  # type: ignore[override]
+        self, coroutine: Coroutine[Any, Any, Any], *, name: Any = None, context: Any = None
+    ) -> asyncio.Task[Any]:
+        return Task(coroutine, self, context)
 
     # -- the schedule
 

@@ -111,11 +111,11 @@ class MemoryStreams:
             return Stored(known, True)
         messages = self.messages[stream]
         seq = len(messages) + 1
-        messages.append(message._replace(seq=seq, time=self.clock()))
+        messages.append(_Message(seq, self.clock(), *message[2:]))
         self.tails[chain] = seq
         self.ids[stream, message.header["Nats-Msg-Id"]] = seq
         self.changed.set()
-        self.changed = asyncio.Event()
+        self.changed.clear()
         return Stored(seq, False)
 
 
@@ -159,13 +159,12 @@ class MemoryJournal(Journal):
         messages = self.streams.messages[stream]
         check_position(stream, after, last_id, await self.read(stream, after) if after else None)
         while True:
-            changed = self.streams.changed
             if len(messages) > after:
                 batch = _readable(messages[after:])
                 after = batch[-1].seq
                 yield batch
             else:
-                await changed.wait()
+                await self.streams.changed.wait()
 
     async def beat(self, role: str, id_: str, beat: Beat) -> None:
         for listener in self.streams.listeners:

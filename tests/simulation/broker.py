@@ -68,7 +68,7 @@ class Feed:
     async def beyond(self, after: int) -> None:
         """Wait until it has seen more than `after`."""
         while self.seen <= after or not self.link.up.is_set():
-            self.waiting = asyncio.Future(loop=self.broker.loop)
+            self.waiting = self.broker.loop.create_future()
             if self.seen <= after:
                 await self.waiting
             await self.link.up.wait()
@@ -140,7 +140,7 @@ class Connection(MemoryJournal):
         return await self._ask(lambda: decode(*messages[seq - 1]) if 0 < seq <= len(messages) else None)  # type: ignore[no-any-return]
 
     async def _ask(self, at_broker: Callable[[], Any], fate: str = "") -> Any:
-        answer: asyncio.Future[Any] = asyncio.Future(loop=self.broker.loop)
+        answer = self.broker.loop.create_future()
         if self.link.up.is_set() and fate != "lost":
             late = TIMEOUT_S + self.broker.chance.random() * LATE_S if fate in ("late", "misspelt") else 0.0
             deaf = fate in ("lost_ack", "late", "misspelt")

@@ -110,7 +110,8 @@ class Nemesis:
         self.last = ""
         self.active = True
         self.strike: Callable[[str, str], str] = lambda kind, whom: ""
-        self._weights = {kind: getattr(faults, kind) for kind in STRIKES if getattr(faults, kind)}
+        self._rates = {kind: rate for kind in KINDS if (rate := getattr(faults, kind))}
+        self._weights = {kind: rate for kind, rate in self._rates.items() if kind in STRIKES}
         self._total = sum(self._weights.values()) / 1000
         self._aims = list(faults.aims)
         self._ambushes = list(faults.ambushes)
@@ -156,7 +157,7 @@ class Nemesis:
         """Which of these kinds, if any, falls upon the occasion at hand; it is counted as having struck."""
         if self.active:
             for kind in kinds:
-                rate = getattr(self.faults, kind)
+                rate = self._rates.get(kind)
                 if rate and self.chance.random() < rate:
                     self.hit(kind)
                     return kind

@@ -31,7 +31,8 @@ class Stuck(Exception):
 
 
 class Task(asyncio.Task[Any]):
-    """Hashes by its number: asyncio keeps tasks in sets, and a set by addresses has another order in every run."""
+    """Hashes by its number: asyncio keeps tasks in sets, and a set by addresses has another order in every run. Plain
+    futures are in no set whose order counts; that every process tells the same histories is tested."""
 
     def __init__(self, coroutine: Coroutine[Any, Any, Any], loop: Loop, context: contextvars.Context | None) -> None:
         self.number = next(loop.numbers)
@@ -39,17 +40,6 @@ class Task(asyncio.Task[Any]):
         loop.tasks.append(self)
 
     def __hash__(self) -> int:
-        return self.number
-
-
-class Future(asyncio.Future[Any]):
-    """As `Task`; few are ever hashed, so that the number comes with the first time."""
-
-    number = 0
-
-    def __hash__(self) -> int:
-        if not self.number:
-            self.number = next(self.get_loop().numbers)  # type: ignore[attr-defined]
         return self.number
 
 
@@ -123,7 +113,7 @@ class Loop(asyncio.BaseEventLoop):
 
     get_debug = bool  # False; asked for every future, so that it is no function of ours
     def create_future(self) -> asyncio.Future[Any]:
-        return Future(loop=self)
+        return asyncio.Future(loop=self)
 
     def create_task(  # type: ignore[override]
         self, coroutine: Coroutine[Any, Any, Any], *, name: Any = None, context: Any = None

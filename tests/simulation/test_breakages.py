@@ -35,7 +35,8 @@ def test_the_protocol_broken_in_one_place_is_caught_by_its_seed_and_whole_it_is_
     catch = known().get(breakage.name)
     assert catch, f"no seed is kept for it: {AGAIN} {breakage.name}"
     assert attempt(breakage, catch.seed), f"seed {catch.seed} does not catch it any more: {AGAIN} {breakage.name}"
-    assert whole(breakage.where, catch.seed) == "", f"without it seed {catch.seed} is not clean: {AGAIN} {breakage.name}"
+    found = whole(breakage.where, catch.seed)
+    assert found == "", f"without it seed {catch.seed} is not clean: {AGAIN} {breakage.name}"
 
 
 def test_at_least_twenty_five_are_caught_and_of_every_other_it_is_said_what_shields_it() -> None:

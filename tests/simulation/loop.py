@@ -112,6 +112,7 @@ class Loop(asyncio.BaseEventLoop):
         return self.now
 
     get_debug = bool  # False; asked for every future, so that it is no function of ours
+
     def create_future(self) -> asyncio.Future[Any]:
         return asyncio.Future(loop=self)
 

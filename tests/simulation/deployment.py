@@ -113,16 +113,16 @@ class Deployment(Machines):
 
     def _after_step(self, process: Process | None) -> None:
         if process is not None and process.watched:
-            self._check(process)
+            assert isinstance(process, Boot) and process.agent is not None
+            if process.agent.open.is_set() and process.exit is None:
+                self._check(process)
         if self.loop.steps >= self.loop.pause_at:
             self.nemesis.step(self.loop.steps)
             self.loop.pause_at = self.nemesis.next_at()
 
-    def _check(self, process: Process) -> None:
-        assert isinstance(process, Boot) and process.agent is not None
+    def _check(self, boot: Boot) -> None:
         try:
-            if process.agent.open.is_set() and process.exit is None:
-                self.truth.check_engine(process)
+            self.truth.check_engine(boot)
         except Violation as violation:
             self._violate(str(violation))
 

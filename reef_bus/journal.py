@@ -115,7 +115,7 @@ class MemoryStreams:
         self.tails[chain] = seq
         self.ids[stream, message.header["Nats-Msg-Id"]] = seq
         self.changed.set()
-        self.changed.clear()
+        self.changed = asyncio.Event()
         return Stored(seq, False)
 
 
@@ -159,12 +159,13 @@ class MemoryJournal(Journal):
         messages = self.streams.messages[stream]
         check_position(stream, after, last_id, await self.read(stream, after) if after else None)
         while True:
+            changed = self.streams.changed
             if len(messages) > after:
                 batch = _readable(messages[after:])
                 after = batch[-1].seq
                 yield batch
             else:
-                await self.streams.changed.wait()
+                await changed.wait()
 
     async def beat(self, role: str, id_: str, beat: Beat) -> None:
         for listener in self.streams.listeners:

@@ -139,9 +139,9 @@ class Runner:
                 self._ask.set()
 
     def _wake(self) -> None:
-        """Whoever waits for the fold or for an effect looks again."""
+        """Whoever waits for the fold or for an effect looks again; who comes later waits for the next time."""
         self._moved.set()
-        self._moved = asyncio.Event()
+        self._moved.clear()
 
     async def _halt(self, error: ContractError) -> None:
         self.halted = str(error)
@@ -169,6 +169,8 @@ class Runner:
             if self.halted:
                 continue
             debts = {debt.key: debt for debt in self._owed()}
+            if not (debts or self._effects or self._tried or self._settled or self._bare or self._closing):
+                continue  # nothing is owed, and nothing was: so it is most of the time
             self._settled &= debts.keys()
             self._tried = {key: tried for key, tried in self._tried.items() if key in debts}
             gone = [key for key in self._effects if key not in debts]
@@ -222,14 +224,13 @@ class Runner:
 
     async def _write(self) -> None:
         while True:
-            moved = self._moved
             try:
                 debt = self._ready()
             except ContractError as error:
                 await self._halt(error)
                 continue
             if debt is None:
-                await moved.wait()
+                await self._moved.wait()
                 continue
             event = debt.effect.event if isinstance(debt.effect, Append) else self._effects[debt.key].result()
             if event is None or await self._append(debt, event):
@@ -241,10 +242,12 @@ class Runner:
         """The first debt whose effect is done and whose fact is not on the log yet. Raises what an effect raised."""
         if self.halted:
             return None
-        for task in self._effects.values():
-            if task.done() and not task.cancelled() and (error := task.exception()):
-                raise error
-        done = {k for k, task in self._effects.items() if task.done() and not task.cancelled()} | self._bare
+        done = set(self._bare)
+        for key, task in self._effects.items():
+            if task.done() and not task.cancelled():
+                if error := task.exception():
+                    raise error
+                done.add(key)
         done -= self._settled
         return next((debt for debt in self._owed() if debt.key in done), None) if done else None
 

@@ -150,7 +150,7 @@ class Recorder:
 
     def _wake(self) -> None:
         self._moved.set()
-        self._moved = asyncio.Event()
+        self._moved.clear()
 
     def _stopped(self, following: asyncio.Task[None]) -> None:
         """Answers go on; what needs the index fails with what ended it, instead of waiting for ever."""

@@ -45,7 +45,7 @@ class Router:
         """The fold has moved: wake who waits for an engine, and free who waits for one that is out."""
         self.world = world
         self._moved.set()
-        self._moved = asyncio.Event()
+        self._moved.clear()
         current = {engine.boot for engine in world.membership.engines.values() if present(world, engine)}
         for boot in [boot for boot in self._gone if boot not in current]:
             self._gone.pop(boot).set_result(None)
@@ -69,11 +69,10 @@ class Router:
     async def _engine(self, failures: Mapping[str, int]) -> Engine:
         """One that failed this request comes last: whoever refuses at once also has the fewest in flight."""
         while True:
-            moved = self._moved
             found = self.able()
             if found:
                 return min(found, key=lambda e: (failures.get(e.boot, 0), self.in_flight.get(e.boot, 0)))
-            await moved.wait()
+            await self._moved.wait()
 
     async def _ask(self, engine: Engine, prompt: Prompt) -> Generated | None:
         """The engine's answer, or None when it refused, broke off, or was replaced or excluded meanwhile."""

@@ -45,7 +45,8 @@ def supervisor(world: World, me: Me, seen: Mapping[str, Seen], restarts: Restart
     if not world.incarnation:
         return []
     found = (_component(world, me, name, each, restarts, now) for name, each in seen.items())
-    return [*_answers(world, seen), *(debt for debt in found if debt)]
+    answers = _answers(world, seen) if world.requests else []
+    return [*answers, *(debt for debt in found if debt)]
 
 
 def _answers(world: World, seen: Mapping[str, Seen]) -> list[Debt]:
@@ -55,7 +56,7 @@ def _answers(world: World, seen: Mapping[str, Seen]) -> list[Debt]:
 
 
 def _component(world: World, me: Me, name: str, seen: Seen, restarts: Restarts, now: int) -> Debt | None:
-    component = world.components.get(name, Component())
+    component = world.components.get(name) or Component()
     foreign = seen.exit is None and not seen.owned
     match component.state:
         case "running":

@@ -20,8 +20,8 @@ from tests.simulation.faults import EVENTS, KINDS
 from tests.simulation.table import missing, table
 
 WORKERS = 2
-LIVES = 6
-"""Handfuls of seeds after which a worker makes room for another one."""
+LIVES = 15
+"""Handfuls of seeds after which a worker makes room for another one: it has grown to some 150 MB by then."""
 ENOUGH = 2000
 """Seeds after which a cell of the table that was never hit is a failure."""
 

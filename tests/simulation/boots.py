@@ -168,6 +168,7 @@ async def _engine(boot: Boot, stack: contextlib.AsyncExitStack) -> Role:
     store = Shelf(STORE, machines.nemesis)
     agent = Agent(machines.config, boot.me, f"http://{boot.name}", boot.memory, store, Fault(), clock=boot.wall)
     agent.transports["tcp"] = Wire(machines.network, boot)
+    boot.watched = True
     boot.agent, boot.server = agent, Server(agent, machines.config.inference.max_batch)
     worker = asyncio.create_task(boot.server.work())
     stack.callback(worker.cancel)

@@ -34,7 +34,6 @@ from tests.spec import SECOND
 FAULTS_S = 18.0
 SETTLED_S = 120.0
 """Faults may fall for so long; after they stop, everything must have come to its end within so long."""
-GC_EVERY = 10
 
 
 @dataclass(frozen=True)
@@ -105,6 +104,7 @@ class Deployment(Machines):
         if stream == LOG:
             if not void:
                 self.nemesis.saw(recorded.name, recorded.boot)
+                self.loop.pause_at = self.nemesis.next_at()
                 if self.nemesis.active:
                     self.person.saw(recorded)
             said = f"{recorded.seq:3} {recorded.name:24} {recorded.boot:14} {recorded.event.key:12} {recorded.id[:8]}"
@@ -112,19 +112,17 @@ class Deployment(Machines):
             self.cues = [cue for cue in self.cues if cue[0] != recorded.name or not cue[1](recorded)]
 
     def _after_step(self, process: Process | None) -> None:
-        agent = getattr(process, "agent", None)
-        if agent is not None and agent.open.is_set():
-            self._check(process)
-        nemesis = self.nemesis
-        nemesis.left -= 1
-        if nemesis.active and (nemesis.left <= 0 or nemesis.due):
-            nemesis.step()
+        if process is not None and process.watched:
+            assert isinstance(process, Boot) and process.agent is not None
+            if process.agent.open.is_set() and process.exit is None:
+                self._check(process)
+        if self.loop.steps >= self.loop.pause_at:
+            self.nemesis.step(self.loop.steps)
+            self.loop.pause_at = self.nemesis.next_at()
 
-    def _check(self, process: Process | None) -> None:
-        assert isinstance(process, Boot)
+    def _check(self, boot: Boot) -> None:
         try:
-            if process.exit is None:
-                self.truth.check_engine(process)
+            self.truth.check_engine(boot)
         except Violation as violation:
             self._violate(str(violation))
 
@@ -135,7 +133,7 @@ class Deployment(Machines):
 
     async def run(self) -> None:
         """From an empty log to an audited one."""
-        self.loop.after_step = self._after_step
+        self.loop.after_step, self.loop.pause_at = self._after_step, self.nemesis.next_at()
         self.start("supervisor")
         self.clients = [asyncio.create_task(Harness(self, self.truth, name).run()) for name in ("x", "y")]
         self.clients.append(self.person.spawn(self.person.live()))
@@ -215,6 +213,7 @@ class Deployment(Machines):
         self.tell("-- faults stop")
         self.healed = self.loop.now
         self.nemesis.active = False
+        self.loop.pause_at = self.nemesis.next_at()
         self.broker.skew = 0
         for boot in self.boots.values():
             boot.skew, boot.link.lag, boot.link.silent = 0, 0.0, False
@@ -358,8 +357,6 @@ def simulate(
             logging.disable(before)
         if collects:
             gc.enable()
-            if seed % GC_EVERY == 0:
-                gc.collect()
 
 
 def _simulate(seed: int, found: Deployment) -> Outcome:

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from reef_bus.events import CATALOGUE
+from tests.simulation.loop import NEVER
 
 STRIKES = ("crash", "stop", "pause", "partition", "outage", "lag", "silence", "skew", "twin", "remain")
 """Fall upon a process between two of its steps. `remain`: it ends, and something of it cannot be ended for a while."""
@@ -109,12 +110,13 @@ class Nemesis:
         self.last = ""
         self.active = True
         self.strike: Callable[[str, str], str] = lambda kind, whom: ""
-        self._weights = {kind: getattr(faults, kind) for kind in STRIKES if getattr(faults, kind)}
+        self._rates = {kind: rate for kind in KINDS if (rate := getattr(faults, kind))}
+        self._weights = {kind: rate for kind, rate in self._rates.items() if kind in STRIKES}
         self._total = sum(self._weights.values()) / 1000
         self._aims = list(faults.aims)
         self._ambushes = list(faults.ambushes)
         self.due: list[tuple[int, str, str]] = []
-        self.left = self._draw()
+        self._strikes_at = self._draw()
 
     def saw(self, event: str, boot: str) -> None:
         """LOG's last event is another one now, written by that boot."""
@@ -134,10 +136,14 @@ class Nemesis:
         else:
             self.due.append((self.chance.randrange(6), kind, boot if self.chance.random() < 0.5 else ""))
 
-    def step(self) -> None:
-        """Between two steps of anybody, when something is due: `left` counts the steps until the next strike."""
-        if self.left <= 0:
-            self.left = self._draw()
+    def next_at(self) -> int:
+        """The step after which `step` is to be called."""
+        return NEVER if not self.active else 0 if self.due else self._strikes_at
+
+    def step(self, steps: int) -> None:
+        """Between two steps of anybody, when something is due: so many were taken."""
+        if steps >= self._strikes_at:
+            self._strikes_at = steps + self._draw()
             self._strike(self.chance.choices(list(self._weights), list(self._weights.values()))[0])
         if self.due:
             due, self.due = self.due, []
@@ -151,7 +157,7 @@ class Nemesis:
         """Which of these kinds, if any, falls upon the occasion at hand; it is counted as having struck."""
         if self.active:
             for kind in kinds:
-                rate = getattr(self.faults, kind)
+                rate = self._rates.get(kind)
                 if rate and self.chance.random() < rate:
                     self.hit(kind)
                     return kind
@@ -171,7 +177,7 @@ class Nemesis:
         self.tell(f"!! {kind} {whom}".rstrip())
 
     def _draw(self) -> int:
-        return int(self.chance.expovariate(self._total)) + 1 if self._total else 1 << 60
+        return int(self.chance.expovariate(self._total)) + 1 if self._total else NEVER
 
     def _strike(self, kind: str, whom: str = "") -> None:
         if struck := self.strike(kind, whom):

@@ -15,10 +15,15 @@ from collections.abc import Callable, Coroutine
 from heapq import heappop, heappush
 from typing import Any
 
+import msgspec
+
 MOST_STEPS = 200_000
 """Callbacks at one point of time: beyond, something spins without ever waiting."""
 
 PROCESS: contextvars.ContextVar[Process | None] = contextvars.ContextVar("PROCESS", default=None)
+
+
+NEVER = 1 << 60
 
 
 class Stuck(Exception):
@@ -26,25 +31,15 @@ class Stuck(Exception):
 
 
 class Task(asyncio.Task[Any]):
-    """Hashes by its number: asyncio keeps tasks in sets, and a set by addresses has another order in every run."""
+    """Hashes by its number: asyncio keeps tasks in sets, and a set by addresses has another order in every run. Plain
+    futures are in no set whose order counts; that every process tells the same histories is tested."""
 
-    def __init__(self, coroutine: Coroutine[Any, Any, Any], *, loop: Loop, **kwargs: Any) -> None:
+    def __init__(self, coroutine: Coroutine[Any, Any, Any], loop: Loop, context: contextvars.Context | None) -> None:
         self.number = next(loop.numbers)
-        super().__init__(coroutine, loop=loop, name=f"t{self.number}", **kwargs)
+        super().__init__(coroutine, loop=loop, name=f"t{self.number}", context=context)
         loop.tasks.append(self)
 
     def __hash__(self) -> int:
-        return self.number
-
-
-class Future(asyncio.Future[Any]):
-    """As `Task`; few are ever hashed, so that the number comes with the first time."""
-
-    number = 0
-
-    def __hash__(self) -> int:
-        if not self.number:
-            self.number = next(self.get_loop().numbers)  # type: ignore[attr-defined]
         return self.number
 
 
@@ -54,6 +49,7 @@ class Process:
     def __init__(self, loop: Loop, name: str) -> None:
         self.loop, self.name = loop, name
         self.dead = self.stopped = False
+        self.watched = False  # whether somebody looks at it after each of its steps
         self.held: list[Handle] = []
         self.context = contextvars.Context()
         self.context.run(PROCESS.set, self)
@@ -76,35 +72,30 @@ class Process:
             self.held = []
 
 
-class Handle:
+class Handle(msgspec.Struct, eq=False):
     """A callback that is due, or will be. As asyncio's own, without what nobody here asks: it is half of every step."""
 
-    __slots__ = ("args", "callback", "context", "dead", "process", "when_")
-
-    def __init__(self, callback: Callable[..., Any], args: tuple[Any, ...], context: Any, when: float) -> None:
-        self.callback, self.args, self.when_, self.dead = callback, args, when, False
-        self.context = contextvars.copy_context() if context is None else context
-        self.process: Process | None = self.context.get(PROCESS)
+    callback: Callable[..., Any] | None
+    args: tuple[Any, ...]
+    context: contextvars.Context
+    process: Process | None
 
     def cancel(self) -> None:
-        self.dead = True
-        self.callback, self.args = _nothing, ()
+        self.callback, self.args = None, ()
 
     def cancelled(self) -> bool:
-        return self.dead
-
-    def when(self) -> float:
-        return self.when_
-
-
-def _nothing() -> None: ...
+        return self.callback is None
 
 
 class Loop(asyncio.BaseEventLoop):
     """`shuffle`: also a process's own ready callbacks run in any order, as after other arrivals; else first come."""
 
     def __init__(self, chance: random.Random, *, shuffle: bool = False, thread_s: float = 0.002) -> None:
-        """`thread_s`: how long a blocking call takes, and how long its result needs back to the loop; on average."""
+        """`thread_s`: how long a blocking call takes, and how long its result needs back to the loop; on average.
+
+        `after_step` is called between two steps: after each of a process that is watched, and after each of anybody's
+        from the step `pause_at` on.
+        """
         super().__init__()
         self.chance, self.shuffle, self.thread_s = chance, shuffle, thread_s
         self.longer: dict[str, float] = {}  # by a blocking function's name: what it takes beside that, on average
@@ -113,30 +104,45 @@ class Loop(asyncio.BaseEventLoop):
         self.timers: list[tuple[float, int, Handle]] = []
         self.tasks: list[asyncio.Task[Any]] = []  # all, so that what was killed is never collected, closed, cleaned up
         self.after_step: Callable[[Process | None], None] = lambda process: None
+        self.pause_at = NEVER
         self.outside = contextvars.Context()  # of what belongs to no process: the network, the broker, people
         self.numbers, self._burying, self._set = itertools.count(1), False, itertools.count()
-        self.set_task_factory(_task)  # type: ignore[arg-type]
 
     def time(self) -> float:
         return self.now
 
+    get_debug = bool  # False; asked for every future, so that it is no function of ours
+
     def create_future(self) -> asyncio.Future[Any]:
-        return Future(loop=self)
+        return asyncio.Future(loop=self)
+
+    def create_task(  # type: ignore[override]
+        self, coroutine: Coroutine[Any, Any, Any], *, name: Any = None, context: Any = None
+    ) -> asyncio.Task[Any]:
+        return Task(coroutine, self, context)
 
     # -- the schedule
 
     def call_soon(self, callback: Callable[..., Any], *args: Any, context: Any = None) -> Handle:  # type: ignore[override]
-        handle = Handle(callback, args, context, self.now)
+        if context is None:
+            context = contextvars.copy_context()
+        handle = Handle(callback, args, context, context.get(PROCESS))
         self.ready.append(handle)
         return handle
 
     def call_at(self, when: float, callback: Callable[..., Any], *args: Any, context: Any = None) -> Handle:  # type: ignore[override]
-        handle = Handle(callback, args, context, when)
+        if context is None:
+            context = contextvars.copy_context()
+        handle = Handle(callback, args, context, context.get(PROCESS))
         heappush(self.timers, (when, next(self._set), handle))
         return handle
 
     def call_later(self, delay: float, callback: Callable[..., Any], *args: Any, context: Any = None) -> Handle:  # type: ignore[override]
-        return self.call_at(self.now + delay, callback, *args, context=context)
+        if context is None:
+            context = contextvars.copy_context()
+        handle = Handle(callback, args, context, context.get(PROCESS))
+        heappush(self.timers, (self.now + delay, next(self._set), handle))
+        return handle
 
     def _run_once(self) -> None:
         """Every step until somebody stops the loop; one function, because it is called for nothing else."""
@@ -147,24 +153,25 @@ class Loop(asyncio.BaseEventLoop):
             while timers and timers[0][0] <= self.now:
                 ready.append(heappop(timers)[2])
             handle = ready.popleft() if len(ready) == 1 else self._pick(ready)
-            process = handle.process
-            if handle.dead:
+            callback, process = handle.callback, handle.process
+            if callback is None:
                 continue
             if process is not None and (process.dead or process.stopped) and not self._burying:
                 process.held.append(handle)
                 continue
             try:
-                handle.context.run(handle.callback, *handle.args)
+                handle.context.run(callback, *handle.args)
             except Exception as error:
-                self.call_exception_handler({"message": f"in {handle.callback!r}", "exception": error})
-            self.steps += 1
-            if self.steps > self._steps_until:
-                raise Stuck(f"{MOST_STEPS} steps at {self.now:.6f} s, the last: {handle.callback!r}")
-            self.after_step(process)
+                self.call_exception_handler({"message": f"in {callback!r}", "exception": error})
+            steps = self.steps = self.steps + 1
+            if steps > self._steps_until:
+                raise Stuck(f"{MOST_STEPS} steps at {self.now:.6f} s, the last: {callback!r}")
+            if steps >= self.pause_at or (process is not None and process.watched):
+                self.after_step(process)
 
     def _jump(self) -> None:
         timers = self.timers
-        while timers and timers[0][2].dead:
+        while timers and timers[0][2].callback is None:
             heappop(timers)
         if not timers:
             raise Stuck("nothing is ready and no timer is set: everybody waits for somebody else")
@@ -218,8 +225,7 @@ class Loop(asyncio.BaseEventLoop):
 
     def bury(self, processes: list[Process]) -> None:
         """Let everything that was left end by cancellation, so that nothing is told of it when it is collected."""
-        self.after_step = lambda process: None
-        self._burying = True
+        self.after_step, self._burying = lambda process: None, True
         for process in processes:
             process.dead = False
             process.proceed()
@@ -227,16 +233,13 @@ class Loop(asyncio.BaseEventLoop):
         for task in rest:
             task.cancel()
         self.run_until_complete(_all(rest))
+        for task in self.tasks:
+            asyncio._unregister_task(task)  # another loop's have the same numbers: in one set they collide
 
 
 async def _all(tasks: list[asyncio.Task[Any]]) -> None:
     if tasks:
         await asyncio.wait(tasks)
-
-
-def _task(loop: Loop, coroutine: Coroutine[Any, Any, Any], **kwargs: Any) -> asyncio.Task[Any]:
-    kwargs.pop("name", None)
-    return Task(coroutine, loop=loop, **kwargs)
 
 
 def _tell(done: asyncio.Future[Any], found: Any, error: Exception | None) -> None:

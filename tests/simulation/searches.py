@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 from reef_bus.core.effects import Restarts
@@ -89,10 +89,12 @@ def _wrong_life(life: tuple[str, list[Recorded], Restarts]) -> str:
     return ""
 
 
+@cache  # the same search is the same object: what it finds in the code as it is needs to be looked for once
 def under(shape: Shape | None = None, **rates: float) -> Search:
     return partial(simulated, Faults(**rates), shape)
 
 
+@cache
 def history(of: Callable[..., None], *args: Any) -> Search:
     return partial(told, of, args)
 

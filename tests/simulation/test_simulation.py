@@ -60,8 +60,9 @@ def told(hash_seed: str) -> str:
 
 
 def test_a_seed_gives_the_same_history_byte_for_byte_in_every_process() -> None:
+    """In this one, and in another one that orders sets of strings differently."""
     here = f"{[simulate(seed).digest for seed in range(6)]}\n"
-    assert told("0") == told("4711") == here
+    assert told("0" if os.environ.get("PYTHONHASHSEED") != "0" else "4711") == here
     assert len(set(here.split(","))) == 6
 
 

@@ -28,7 +28,7 @@ from reef_bus.core.invariants import (
     examine,
 )
 from reef_bus.core.start import Start
-from reef_bus.envelope import Line, decode_line, from_json, recorded_on, to_json
+from reef_bus.envelope import decode_line, from_json, plain_line, recorded_on, to_json
 from reef_bus.errors import ContractError, Rejected, Unavailable
 from reef_bus.events import CATALOGUE, Event, JobDispatched, Recorded
 from reef_bus.journal import LOG, RECORDS, Journal
@@ -209,8 +209,8 @@ class _Log(msgspec.Struct):
 
     def __iter__(self) -> Iterator[Recorded]:
         for number, line in self.lines:
-            quick = _plain(line, LOG)
-            yield recorded_on(quick) if quick else self._read(number, line)
+            plain = plain_line(line)
+            yield recorded_on(plain) if plain and plain.stream == LOG else self._read(number, line)
 
     def _read(self, number: int, line: bytes) -> Recorded:
         stream, found = _read(self.path, number, line)
@@ -229,13 +229,14 @@ class _Sifted(msgspec.Struct):
 
 
 def _sift(path: Path | str) -> _Sifted:
-    sifted = _Sifted(_Log(path), Answers(Findings()))
+    answers = Answers(Findings())
+    sifted = _Sifted(_Log(path), answers)
     try:
         for number, line in _numbered(path):
             if line.startswith(LOG_LINE):
                 sifted.log.lines.append((number, line))
-            elif quick := _plain(line, RECORDS):
-                enter(sifted.answers, quick.seq, quick.event)
+            elif (plain := plain_line(line)) and plain.stream == RECORDS:
+                enter(answers, plain.seq, plain.event)
             else:
                 _put(sifted, number, line)
     except (ContractError, Rejected):
@@ -243,15 +244,6 @@ def _sift(path: Path | str) -> _Sifted:
             pass
         raise
     return sifted
-
-
-def _plain(line: bytes, stream: str) -> Line[str, Event] | None:
-    """An event of that stream as `write_export` writes it. None for every other line, also for one that is wrong."""
-    try:
-        found = decode_line(line)
-    except ContractError:
-        return None
-    return found if found and found.stream == stream == HOMES[type(found.event)] else None
 
 
 def _put(sifted: _Sifted, number: int, line: bytes) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any, Generic, Literal, TypeVar, Union
 
@@ -77,6 +77,7 @@ _LINE: msgspec.json.Decoder[Line[Event]] = msgspec.json.Decoder(
 """What today's writers write: a line and its payload are read in one go, and nothing is made of its type."""
 
 _ANY_LINE = msgspec.json.Decoder(_AnyLine)
+_BEGIN = {stream: b'{"stream":"%s",' % stream.encode() for stream in ("LOG", "RECORDS")}
 
 
 def payload(event: Event) -> bytes:
@@ -145,9 +146,13 @@ def decode(seq: int, time: int, subject: str, header: Mapping[str, str], body: b
 
 def _check_subject(seq: int, subject: str, event: Event) -> None:
     """Permissions are granted by subject: an event that stands under another one than its own was never permitted."""
-    kind, field, key = _place(subject)
-    if type(event) is not kind or (getattr(event, field) if field else WHOLE) != key:
+    if not _in_place(subject, event):
         raise ContractError(f"event {seq} on {subject} is {type_of(event)} of {event.family} {event.key}", seq)
+
+
+def _in_place(subject: str, event: Event) -> bool:
+    kind, field, key = _place(subject)
+    return type(event) is kind and (getattr(event, field) if field else WHOLE) == key
 
 
 @lru_cache(maxsize=4096)  # as many as `parse` keeps
@@ -211,11 +216,32 @@ def plain_line(line: bytes) -> Line[Event] | None:
     may yet be one for `decode_line`."""
     try:
         found = _LINE.decode(line if line.isascii() else line.decode())  # what is passed over must be text, too
-        kind, field, key = _place(found.subject)
+        return found if _in_place(found.subject, found.event) else None
     except (msgspec.MsgspecError, UnicodeError, RecursionError, ContractError):
         return None
-    event = found.event
-    return found if type(event) is kind and (getattr(event, field) if field else WHOLE) == key else None
+
+
+def plain_lines(text: bytes, stream: str) -> Sequence[Line[Event]] | None:
+    """What `plain_line` makes of every line of the text. None unless `line_by_line`, and all are of that stream."""
+    if not line_by_line(text, stream):
+        return None
+    try:
+        found = _LINE.decode_lines(text if text.isascii() else text.decode())
+        right = len(found) == text.count(b"\n")
+        for line in found:
+            right = right and line.stream == stream and _in_place(line.subject, line.event)
+    except (msgspec.MsgspecError, UnicodeError, RecursionError, ContractError):
+        return None
+    return found if right else None
+
+
+def line_by_line(text: bytes, stream: str) -> bool:
+    """Whether every line begins and ends as an event of that stream does, the last one with its newline.
+
+    What decodes lines also takes two objects on one line, or one on two. But no object contains a brace, a newline and
+    a brace: where these are between any two lines, and there are as many objects, each is on a line of its own."""
+    begin = _BEGIN[stream]
+    return text.startswith(begin) and text.endswith(b"}\n") and text.count(b"}\n" + begin) + 1 == text.count(b"\n")
 
 
 def decode_line(line: bytes) -> Line[Event] | None:

@@ -41,7 +41,7 @@ from reef_bus.topology import FAMILIES
 BATCH, START = "BATCH", "START"
 LOG_LINE, BATCH_LINE = b'{"stream":"LOG",', b'{"stream":"BATCH",'  # as `write_export` begins one
 HOMES = {event: FAMILIES[event.family].stream for event in CATALOGUE.values()}
-PIECE_BYTES = 1 << 16  # some hundred lines: enough to read them in one go, few enough to stay in the caches
+PIECE_BYTES = 1 << 14  # some two dozen lines, read in one go: what is made of them must fit into the caches
 CUT_TRIES = 100  # a head costs a round trip, and LOG moves a few times a second
 
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
-from typing import Any, Generic, Literal, TypeVar, Union
+from functools import lru_cache, reduce
+from operator import or_
+from typing import Any, Generic, Literal, TypeVar
 
 import msgspec
 from msgspec import defstruct
@@ -63,8 +64,8 @@ class _AnyLine(Line[msgspec.Raw], frozen=True, gc=False, kw_only=True):
     type: str
 
 
-def _line_of(name: str, kind: type[Event]) -> type[Line[Event]]:
-    """A line that holds that event, on its stream and in today's version."""
+def _line_of(name: str, kind: type[Event]) -> type[msgspec.Struct]:
+    """A line that holds that event, on its stream, however often it names one, and in today's version."""
     fields = [("stream", Literal[FAMILIES[kind.family].stream]), ("event", kind)]
     return defstruct(
         f"{name}Line", fields, bases=(Line,), tag_field="type", tag=f"reef.{name}.v{kind.version}", kw_only=True
@@ -72,7 +73,7 @@ def _line_of(name: str, kind: type[Event]) -> type[Line[Event]]:
 
 
 _LINE: msgspec.json.Decoder[Line[Event]] = msgspec.json.Decoder(
-    Union[tuple(_line_of(name, kind) for name, kind in CATALOGUE.items())]
+    reduce(or_, (_line_of(name, kind) for name, kind in CATALOGUE.items()))
 )
 """What today's writers write: a line and its payload are read in one go, and nothing is made of its type."""
 
@@ -222,17 +223,15 @@ def plain_line(line: bytes) -> Line[Event] | None:
 
 
 def plain_lines(text: bytes, stream: str) -> Sequence[Line[Event]] | None:
-    """What `plain_line` makes of every line of the text. None unless `line_by_line`, and all are of that stream."""
+    """What `plain_line` makes of every line of the text, all of that stream. None unless `line_by_line`."""
     if not line_by_line(text, stream):
         return None
     try:
         found = _LINE.decode_lines(text if text.isascii() else text.decode())
-        right = len(found) == text.count(b"\n")
-        for line in found:
-            right = right and line.stream == stream and _in_place(line.subject, line.event)
+        right = len(found) == text.count(b"\n") and all(_in_place(line.subject, line.event) for line in found)
+        return found if right else None
     except (msgspec.MsgspecError, UnicodeError, RecursionError, ContractError):
         return None
-    return found if right else None
 
 
 def line_by_line(text: bytes, stream: str) -> bool:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import io
 from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TextIO
@@ -29,7 +28,7 @@ from reef_bus.core.invariants import (
     examine,
 )
 from reef_bus.core.start import Start
-from reef_bus.envelope import decode_line, from_json, line_by_line, plain_lines, recorded_on, to_json
+from reef_bus.envelope import decode_line, from_json, plain_lines, recorded_on, to_json
 from reef_bus.errors import ContractError, Rejected, Unavailable
 from reef_bus.events import CATALOGUE, JobDispatched, Recorded
 from reef_bus.journal import LOG, RECORDS, Journal
@@ -206,7 +205,10 @@ class Piece(msgspec.Struct, frozen=True, gc=False):
     """Some lines of an export, and the number of the first one."""
 
     number: int
-    text: bytes
+    lines: list[bytes]
+
+    def numbered(self) -> Iterator[tuple[int, bytes]]:
+        return enumerate(self.lines, self.number)
 
 
 class _Log(msgspec.Struct):
@@ -218,9 +220,9 @@ class _Log(msgspec.Struct):
 
     def __iter__(self) -> Iterator[Recorded]:
         for piece in self.pieces:
-            plain = plain_lines(piece.text, LOG)
+            plain = plain_lines(piece.lines, LOG)
             if plain is None:
-                yield from (self._read(number, line) for number, line in _lines_of(piece))
+                yield from (self._read(number, line) for number, line in piece.numbered())
             else:
                 yield from map(recorded_on, plain)
 
@@ -245,9 +247,9 @@ def _sift(path: Path | str) -> _Sifted:
     sifted = _Sifted(_Log(path), answers)
     try:
         for piece in _pieces(path):
-            if line_by_line(piece.text, LOG):
+            if all(line.startswith(LOG_LINE) for line in piece.lines):
                 sifted.log.pieces.append(piece)
-            elif plain := plain_lines(piece.text, RECORDS):
+            elif plain := plain_lines(piece.lines, RECORDS):
                 for line in plain:
                     enter(answers, line.seq, line.event)
             else:
@@ -261,9 +263,9 @@ def _sift(path: Path | str) -> _Sifted:
 
 def _put_all(sifted: _Sifted, piece: Piece) -> None:
     """Lines of several kinds, or one that is not as `write_export` writes an event."""
-    for number, line in _lines_of(piece):
+    for number, line in piece.numbered():
         if line.startswith(LOG_LINE):
-            sifted.log.pieces.append(Piece(number, line))
+            sifted.log.pieces.append(Piece(number, [line]))
         else:
             _put(sifted, number, line)
 
@@ -275,7 +277,7 @@ def _put(sifted: _Sifted, number: int, line: bytes) -> None:
         if stream == RECORDS:
             enter(sifted.answers, found.seq, found.event)
         else:
-            sifted.log.pieces.append(Piece(number, line))  # in another form than `write_export` gives it
+            sifted.log.pieces.append(Piece(number, [line]))  # in another form than `write_export` gives it
     elif isinstance(found, Start):
         sifted.start = found
     else:
@@ -284,23 +286,17 @@ def _put(sifted: _Sifted, number: int, line: bytes) -> None:
 
 def _numbered(path: Path | str) -> Iterator[tuple[int, bytes]]:
     for piece in _pieces(path):
-        yield from _lines_of(piece)
-
-
-def _lines_of(piece: Piece) -> Iterator[tuple[int, bytes]]:
-    """As a file gives its lines: only a newline ends one."""
-    return enumerate(io.BytesIO(piece.text), piece.number)
+        yield from piece.numbered()
 
 
 def _pieces(path: Path | str) -> Iterator[Piece]:
-    """The file, read piece by piece: some lines, each of them whole."""
+    """The file, some lines at a time."""
     number = 1
     try:
         with open(path, "rb") as file:
-            while text := file.read(PIECE_BYTES):
-                text += file.readline()
-                yield Piece(number, text)
-                number += text.count(b"\n")
+            while lines := file.readlines(PIECE_BYTES):
+                yield Piece(number, lines)
+                number += len(lines)
     except OSError as error:
         raise Rejected(f"cannot read {path}: {error.strerror}; `reef-bus export -o FILE` writes one", 404) from error
 

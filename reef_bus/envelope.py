@@ -78,7 +78,6 @@ _LINE: msgspec.json.Decoder[Line[Event]] = msgspec.json.Decoder(
 """What today's writers write: a line and its payload are read in one go, and nothing is made of its type."""
 
 _ANY_LINE = msgspec.json.Decoder(_AnyLine)
-_BEGIN = {stream: b'{"stream":"%s",' % stream.encode() for stream in ("LOG", "RECORDS")}
 
 
 def payload(event: Event) -> bytes:
@@ -222,25 +221,15 @@ def plain_line(line: bytes) -> Line[Event] | None:
         return None
 
 
-def plain_lines(text: bytes, stream: str) -> Sequence[Line[Event]] | None:
-    """What `plain_line` makes of every line of the text, all of that stream. None unless `line_by_line`."""
-    if not line_by_line(text, stream):
-        return None
+def plain_lines(lines: Sequence[bytes], stream: str) -> Sequence[Line[Event]] | None:
+    """What `plain_line` makes of each of the lines; None unless every one is plain, and of that stream."""
     try:
-        found = _LINE.decode_lines(text if text.isascii() else text.decode())
-        right = len(found) == text.count(b"\n") and all(_in_place(line.subject, line.event) for line in found)
+        text = lines if all(map(bytes.isascii, lines)) else [line.decode() for line in lines]
+        found = list(map(_LINE.decode, text))
+        right = all(line.stream == stream and _in_place(line.subject, line.event) for line in found)
         return found if right else None
     except (msgspec.MsgspecError, UnicodeError, RecursionError, ContractError):
         return None
-
-
-def line_by_line(text: bytes, stream: str) -> bool:
-    """Whether every line begins and ends as an event of that stream does, the last one with its newline.
-
-    What decodes lines also takes two objects on one line, or one on two. But no object contains a brace, a newline and
-    a brace: where these are between any two lines, and there are as many objects, each is on a line of its own."""
-    begin = _BEGIN[stream]
-    return text.startswith(begin) and text.endswith(b"}\n") and text.count(b"}\n" + begin) + 1 == text.count(b"\n")
 
 
 def decode_line(line: bytes) -> Line[Event] | None:

@@ -28,9 +28,9 @@ from reef_bus.core.invariants import (
     examine,
 )
 from reef_bus.core.start import Start
-from reef_bus.envelope import Line, decode_line, from_json, recorded_on, to_json
+from reef_bus.envelope import decode_line, from_json, plain_lines, recorded_on, to_json
 from reef_bus.errors import ContractError, Rejected, Unavailable
-from reef_bus.events import CATALOGUE, Event, JobDispatched, Recorded
+from reef_bus.events import CATALOGUE, JobDispatched, Recorded
 from reef_bus.journal import LOG, RECORDS, Journal
 from reef_bus.origin import nowhere, start_of
 from reef_bus.runner import blocking
@@ -40,6 +40,7 @@ from reef_bus.topology import FAMILIES
 BATCH, START = "BATCH", "START"
 LOG_LINE, BATCH_LINE = b'{"stream":"LOG",', b'{"stream":"BATCH",'  # as `write_export` begins one
 HOMES = {event: FAMILIES[event.family].stream for event in CATALOGUE.values()}
+PIECE_BYTES = 1 << 14  # some two dozen lines, read in one go: what is made of them must fit into the caches
 CUT_TRIES = 100  # a head costs a round trip, and LOG moves a few times a second
 
 
@@ -200,17 +201,30 @@ def read_export(path: Path | str) -> History:
     return History(tuple(streams[LOG]), tuple(streams[RECORDS]), batches or None, start)
 
 
+class Piece(msgspec.Struct, frozen=True, gc=False):
+    """Some lines of an export, and the number of the first one."""
+
+    number: int
+    lines: list[bytes]
+
+    def numbered(self) -> Iterator[tuple[int, bytes]]:
+        return enumerate(self.lines, self.number)
+
+
 class _Log(msgspec.Struct):
-    """LOG of an export, still as text: an event is read where it is judged, and forgotten there. To keep all of them
-    would take longer than to read them."""
+    """LOG of an export, still as text, in pieces: an event is read where it is judged, and forgotten there. To keep all
+    of them would take longer than to read them."""
 
     path: Path | str
-    lines: list[tuple[int, bytes]] = []
+    pieces: list[Piece] = []
 
     def __iter__(self) -> Iterator[Recorded]:
-        for number, line in self.lines:
-            quick = _plain(line, LOG)
-            yield recorded_on(quick) if quick else self._read(number, line)
+        for piece in self.pieces:
+            plain = plain_lines(piece.lines, LOG)
+            if plain is None:
+                yield from (self._read(number, line) for number, line in piece.numbered())
+            else:
+                yield from map(recorded_on, plain)
 
     def _read(self, number: int, line: bytes) -> Recorded:
         stream, found = _read(self.path, number, line)
@@ -229,15 +243,17 @@ class _Sifted(msgspec.Struct):
 
 
 def _sift(path: Path | str) -> _Sifted:
-    sifted = _Sifted(_Log(path), Answers(Findings()))
+    answers = Answers(Findings())
+    sifted = _Sifted(_Log(path), answers)
     try:
-        for number, line in _numbered(path):
-            if line.startswith(LOG_LINE):
-                sifted.log.lines.append((number, line))
-            elif quick := _plain(line, RECORDS):
-                enter(sifted.answers, quick.seq, quick.event)
+        for piece in _pieces(path):
+            if all(line.startswith(LOG_LINE) for line in piece.lines):
+                sifted.log.pieces.append(piece)
+            elif plain := plain_lines(piece.lines, RECORDS):
+                for line in plain:
+                    enter(answers, line.seq, line.event)
             else:
-                _put(sifted, number, line)
+                _put_all(sifted, piece)
     except (ContractError, Rejected):
         for _ in sifted.log:  # what is wrong further up is named first
             pass
@@ -245,23 +261,23 @@ def _sift(path: Path | str) -> _Sifted:
     return sifted
 
 
-def _plain(line: bytes, stream: str) -> Line[str, Event] | None:
-    """An event of that stream as `write_export` writes it. None for every other line, also for one that is wrong."""
-    try:
-        found = decode_line(line)
-    except ContractError:
-        return None
-    return found if found and found.stream == stream == HOMES[type(found.event)] else None
+def _put_all(sifted: _Sifted, piece: Piece) -> None:
+    """Lines of several kinds, or one that is not as `write_export` writes an event."""
+    for number, line in piece.numbered():
+        if line.startswith(LOG_LINE):
+            sifted.log.pieces.append(Piece(number, [line]))
+        else:
+            _put(sifted, number, line)
 
 
 def _put(sifted: _Sifted, number: int, line: bytes) -> None:
-    """A line of any other kind or form; raises what is wrong with it."""
+    """A line of any kind or form; raises what is wrong with it."""
     stream, found = _read(sifted.log.path, number, line)
     if isinstance(found, Recorded):
         if stream == RECORDS:
             enter(sifted.answers, found.seq, found.event)
         else:
-            sifted.log.lines.append((number, line))  # in another form than `write_export` gives it
+            sifted.log.pieces.append(Piece(number, [line]))  # in another form than `write_export` gives it
     elif isinstance(found, Start):
         sifted.start = found
     else:
@@ -269,9 +285,18 @@ def _put(sifted: _Sifted, number: int, line: bytes) -> None:
 
 
 def _numbered(path: Path | str) -> Iterator[tuple[int, bytes]]:
+    for piece in _pieces(path):
+        yield from piece.numbered()
+
+
+def _pieces(path: Path | str) -> Iterator[Piece]:
+    """The file, some lines at a time."""
+    number = 1
     try:
         with open(path, "rb") as file:
-            yield from enumerate(file, 1)
+            while lines := file.readlines(PIECE_BYTES):
+                yield Piece(number, lines)
+                number += len(lines)
     except OSError as error:
         raise Rejected(f"cannot read {path}: {error.strerror}; `reef-bus export -o FILE` writes one", 404) from error
 
@@ -279,7 +304,7 @@ def _numbered(path: Path | str) -> Iterator[tuple[int, bytes]]:
 def _read(path: Path | str, number: int, line: bytes) -> tuple[str, Recorded | Consumption | Unread | Start]:
     """What a line holds: its stream and the event there, a batch under its digest, the start; or what is wrong."""
     try:
-        stream, found = _event_line(line) or _batch_line(line) or _read_line(line)
+        stream, found = _batch_line(line) or _event_line(line) or _read_line(line)
         if isinstance(found, Recorded) and HOMES[type(found.event)] != stream:
             raise ContractError(f"{found.name} is on {stream}; it belongs on {HOMES[type(found.event)]}", found.seq)
         return stream, found

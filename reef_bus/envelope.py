@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Mapping
-from functools import lru_cache
-from types import GenericAlias
+from collections.abc import Mapping, Sequence
+from functools import lru_cache, reduce
+from operator import or_
 from typing import Any, Generic, Literal, TypeVar
 
 import msgspec
+from msgspec import defstruct
 
 from reef_bus.errors import ContractError
 from reef_bus.events import CATALOGUE, WHOLE, Draft, Event, InferenceRecorded, Recorded, ReportReceived
-from reef_bus.topology import parse
+from reef_bus.topology import FAMILIES, parse
 from reef_bus.upcast import upcast
 
 SPEC_VERSION = "1.0"
@@ -37,17 +38,15 @@ _KEYS = {
     "correlation": "correlationid",
     "event": "data",
 }
-Kind = TypeVar("Kind")
 Data = TypeVar("Data")
 
 
-class Line(msgspec.Struct, Generic[Kind, Data], frozen=True, gc=False, rename=_KEYS):
-    """One event of an export as `to_json` gives it, beside the name of its stream."""
+class Line(msgspec.Struct, Generic[Data], frozen=True, gc=False, kw_only=True, rename=_KEYS):
+    """One event of an export as `to_json` gives it, but for its type, beside the name of its stream."""
 
     stream: Literal["LOG", "RECORDS"]
     specversion: str
     id: str
-    type: Kind
     source: str
     subject: str
     seq: int
@@ -59,14 +58,26 @@ class Line(msgspec.Struct, Generic[Kind, Data], frozen=True, gc=False, rename=_K
     event: Data
 
 
-_TYPE_KEY = b'"type":"'
-_LINES = {
-    name.encode(): msgspec.json.Decoder(GenericAlias(Line, (Literal[name], CATALOGUE[name.split(".")[1]])))
-    for name in _CURRENT
-}
-"""By the type that stands in a line: where that is known beforehand, a line and its payload are read in one go."""
+class _AnyLine(Line[msgspec.Raw], frozen=True, gc=False, kw_only=True):
+    """A line of whatever type, which the payload is read by once that is known."""
 
-_ANY_LINE = msgspec.json.Decoder(Line[str, msgspec.Raw])
+    type: str
+
+
+def _line_of(name: str, kind: type[Event]) -> type[msgspec.Struct]:
+    """A line that holds that event, on its stream, however often it names one, and in today's version."""
+    fields = [("stream", Literal[FAMILIES[kind.family].stream]), ("event", kind)]
+    return defstruct(
+        f"{name}Line", fields, bases=(Line,), tag_field="type", tag=f"reef.{name}.v{kind.version}", kw_only=True
+    )
+
+
+_LINE: msgspec.json.Decoder[Line[Event]] = msgspec.json.Decoder(
+    reduce(or_, (_line_of(name, kind) for name, kind in CATALOGUE.items()))
+)
+"""What today's writers write: a line and its payload are read in one go, and nothing is made of its type."""
+
+_ANY_LINE = msgspec.json.Decoder(_AnyLine)
 
 
 def payload(event: Event) -> bytes:
@@ -135,17 +146,24 @@ def decode(seq: int, time: int, subject: str, header: Mapping[str, str], body: b
 
 def _check_subject(seq: int, subject: str, event: Event) -> None:
     """Permissions are granted by subject: an event that stands under another one than its own was never permitted."""
-    field, key = _key_there(subject, type(event))
-    if (getattr(event, field) if field else WHOLE) != key:  # `event.key`, of which every reader of a log asks so often
+    if not _in_place(subject, event):
         raise ContractError(f"event {seq} on {subject} is {type_of(event)} of {event.family} {event.key}", seq)
 
 
+def _in_place(subject: str, event: Event) -> bool:
+    kind, field, key = _place(subject)
+    return type(event) is kind and (getattr(event, field) if field else WHOLE) == key
+
+
 @lru_cache(maxsize=4096)  # as many as `parse` keeps
-def _key_there(subject: str, kind: type[Event]) -> tuple[str, str | None]:
-    """The field that is the subject's id, and what an event of that kind holds there; None if none can stand there."""
+def _place(subject: str) -> tuple[type[Event] | None, str, str]:
+    """Which events stand under that subject, None if none can, and which field holds its id (none: it is `WHOLE`): not
+    `event.key`, of which every reader of a log asks so often."""
     found = parse(subject)
-    fits = (found.name, found.family) == (kind.__name__, kind.family)
-    return kind.id_field, found.id if fits else None
+    kind = CATALOGUE.get(found.name)
+    if kind is None or kind.family != found.family:
+        return None, "", found.id
+    return kind, kind.id_field, found.id
 
 
 def _decode_event(seq: int, subject: str, type_name: str, body: bytes | msgspec.Raw) -> Event:
@@ -193,19 +211,34 @@ def to_json(recorded: Recorded) -> dict[str, Any]:
     }
 
 
-def decode_line(line: bytes) -> Line[str, Event] | None:
-    """An export's line in the form that `write_export` gives it. None for any other line, which may yet be one for
-    `from_json`. Raises ContractError like `decode`."""
+def plain_line(line: bytes) -> Line[Event] | None:
+    """A line as `write_export` of this version gives it, on the stream where it belongs. None for any other line, which
+    may yet be one for `decode_line`."""
     try:
-        text = line if line.isascii() else line.decode()  # what is passed over must be text, too
-        found = _read_whole(line, text) or _read_in_two(text)
-    except (msgspec.MsgspecError, UnicodeError, RecursionError):
+        found = _LINE.decode(line if line.isascii() else line.decode())  # what is passed over must be text, too
+        return found if _in_place(found.subject, found.event) else None
+    except (msgspec.MsgspecError, UnicodeError, RecursionError, ContractError):
         return None
-    _check_subject(found.seq, found.subject, found.event)
-    return found
 
 
-def recorded_on(line: Line[str, Event]) -> Recorded:
+def plain_lines(lines: Sequence[bytes], stream: str) -> Sequence[Line[Event]] | None:
+    """What `plain_line` makes of each of the lines; None unless every one is plain, and of that stream."""
+    try:
+        text = lines if all(map(bytes.isascii, lines)) else [line.decode() for line in lines]
+        found = list(map(_LINE.decode, text))
+        right = all(line.stream == stream and _in_place(line.subject, line.event) for line in found)
+        return found if right else None
+    except (msgspec.MsgspecError, UnicodeError, RecursionError, ContractError):
+        return None
+
+
+def decode_line(line: bytes) -> Line[Event] | None:
+    """A line in the form that `write_export` gives it, in any version. None for any other line, which may yet be one
+    for `from_json`. Raises ContractError like `decode`."""
+    return plain_line(line) or _read_in_two(line)
+
+
+def recorded_on(line: Line[Event]) -> Recorded:
     """The event of a line as its stream holds it."""
     return Recorded(
         seq=line.seq,
@@ -221,20 +254,14 @@ def recorded_on(line: Line[str, Event]) -> Recorded:
     )
 
 
-def _read_whole(line: bytes, text: bytes | str) -> Line[str, Event] | None:
-    """A line that holds what today's writers write; or None."""
-    begin = line.find(_TYPE_KEY) + len(_TYPE_KEY)
-    known = _LINES.get(line[begin : line.find(b'"', begin)])
-    try:
-        return known.decode(text) if known else None
-    except (msgspec.MsgspecError, RecursionError):
-        return None
-
-
-def _read_in_two(text: bytes | str) -> Line[str, Event]:
+def _read_in_two(line: bytes) -> Line[Event] | None:
     """The envelope first, so that whoever cannot read the payload can say of which event it is."""
-    found = _ANY_LINE.decode(text)
+    try:
+        found = _ANY_LINE.decode(line.decode())
+    except (msgspec.MsgspecError, UnicodeError, RecursionError):
+        return None
     event = _decode_event(found.seq, found.subject, found.type, found.event)
+    _check_subject(found.seq, found.subject, event)
     return Line(**{**{name: getattr(found, name) for name in Line.__struct_fields__}, "event": event})
 
 

@@ -124,11 +124,7 @@ def _answer(answers: Answers, seq: int, event: InferenceRecorded) -> None:
     if event.spans and not make_up(event.spans, whole(event)):
         text = f"record {event.record} does not name each of its {event.answer_tokens} tokens' versions"
         answers.findings.add(1, f"{text}, one after the other: {event.spans}", records=[seq])
-    if before := answers.by_id.get(event.record):
-        text = f"record {event.record} is stored at {before.seq} and again at {seq}; expected once"
-        answers.findings.add(6, text, records=[before.seq, seq])
-        return
-    answers.by_id[event.record] = Answer(
+    answer = Answer(
         seq,
         event.record,
         intern(event.engine),
@@ -138,8 +134,13 @@ def _answer(answers: Answers, seq: int, event: InferenceRecorded) -> None:
         event.done_as_of,
         event.tags.get("phase") == FINAL,
         event.spans,
-        answers.early.pop(event.record, None),
     )
+    before = answers.by_id.setdefault(event.record, answer)
+    if before is not answer:
+        text = f"record {event.record} is stored at {before.seq} and again at {seq}; expected once"
+        answers.findings.add(6, text, records=[before.seq, seq])
+    elif answers.early:
+        answer.report = answers.early.pop(event.record, None)
 
 
 def _report(answers: Answers, feedback: Feedback) -> None:

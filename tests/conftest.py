@@ -6,12 +6,18 @@ Knows: pytest's and hypothesis' settings. Must not know: any module of the proje
 from __future__ import annotations
 
 import os
+import shutil
 
 import pytest
 from hypothesis import settings
 
 # Read when torch is first imported: the machine has two cores, and several processes of a test share them.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# Processes are killed here, and never machines: a tmpfs keeps as much through that as a disk, which all would wait for.
+SHM, ROOM = "/dev/shm", 4 << 30
+if os.path.isdir(SHM) and shutil.disk_usage(SHM).free > ROOM:
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", SHM)
 
 # No deadline, because a shared machine stalls; derandomized, because a run that failed must fail again.
 settings.register_profile("reef", deadline=None, derandomize=True)

@@ -6,8 +6,6 @@ Knows: both streams, the batches beside them, JSON lines. Must not know: what an
 
 from __future__ import annotations
 
-import contextlib
-import gc
 from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TextIO
@@ -15,6 +13,7 @@ from typing import Any, TextIO
 import msgspec
 
 from reef_bus.artifacts import ArtifactStore
+from reef_bus.collector import without_collector
 from reef_bus.core.invariants import (
     Answers,
     Audit,
@@ -131,27 +130,15 @@ def consumption(batch: Batch) -> Consumption:
 
 def audit_export(path: Path | str) -> Audit:
     """`check` of an export. Raises as `read_export` does."""
-    with _without_collector():
+    with without_collector():
         found = _sift(path)
         return examine(found.log, found.answers, found.batches or None, found.start)
 
 
 def audit_history(history: History) -> Audit:
     """`check` of what is in memory."""
-    with _without_collector():
+    with without_collector():
         return check(history.log, history.records, history.batches, history.start)
-
-
-@contextlib.contextmanager
-def _without_collector() -> Iterator[None]:
-    """Events are part of no cycle: with millions of them, looking for one costs a fifth of the time."""
-    was = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was:
-            gc.enable()
 
 
 # -- exports: one JSON object a line, told apart by its key `stream`

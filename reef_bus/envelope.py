@@ -65,7 +65,8 @@ class _AnyLine(Line[msgspec.Raw], frozen=True, gc=False, kw_only=True):
 
 
 def _line_of(name: str, kind: type[Event]) -> type[msgspec.Struct]:
-    """A line that holds that event, on its stream, however often it names one, and in today's version."""
+    """A line of that event in today's version. A class of its own, because msgspec tells them apart by their tag; its
+    stream is the event's, which also holds for every further key `stream` in the line."""
     fields = [("stream", Literal[FAMILIES[kind.family].stream]), ("event", kind)]
     return defstruct(
         f"{name}Line", fields, bases=(Line,), tag_field="type", tag=f"reef.{name}.v{kind.version}", kw_only=True
@@ -146,19 +147,20 @@ def decode(seq: int, time: int, subject: str, header: Mapping[str, str], body: b
 
 def _check_subject(seq: int, subject: str, event: Event) -> None:
     """Permissions are granted by subject: an event that stands under another one than its own was never permitted."""
-    if not _in_place(subject, event):
+    if not _fits(subject, event):
         raise ContractError(f"event {seq} on {subject} is {type_of(event)} of {event.family} {event.key}", seq)
 
 
-def _in_place(subject: str, event: Event) -> bool:
+def _fits(subject: str, event: Event) -> bool:
+    """Whether the event stands under its own subject. Every reader asks, of each event: `event.key` would cost more."""
     kind, field, key = _place(subject)
     return type(event) is kind and (getattr(event, field) if field else WHOLE) == key
 
 
 @lru_cache(maxsize=4096)  # as many as `parse` keeps
 def _place(subject: str) -> tuple[type[Event] | None, str, str]:
-    """Which events stand under that subject, None if none can, and which field holds its id (none: it is `WHOLE`): not
-    `event.key`, of which every reader of a log asks so often."""
+    """Which events stand under that subject (None: none can), which of their fields holds its id (none: it is `WHOLE`),
+    and that id."""
     found = parse(subject)
     kind = CATALOGUE.get(found.name)
     if kind is None or kind.family != found.family:
@@ -216,7 +218,7 @@ def plain_line(line: bytes) -> Line[Event] | None:
     may yet be one for `decode_line`."""
     try:
         found = _LINE.decode(line if line.isascii() else line.decode())  # what is passed over must be text, too
-        return found if _in_place(found.subject, found.event) else None
+        return found if _fits(found.subject, found.event) else None
     except (msgspec.MsgspecError, UnicodeError, RecursionError, ContractError):
         return None
 
@@ -226,7 +228,7 @@ def plain_lines(lines: Sequence[bytes], stream: str) -> Sequence[Line[Event]] | 
     try:
         text = lines if all(map(bytes.isascii, lines)) else [line.decode() for line in lines]
         found = list(map(_LINE.decode, text))
-        right = all(line.stream == stream and _in_place(line.subject, line.event) for line in found)
+        right = all(line.stream == stream and _fits(line.subject, line.event) for line in found)
         return found if right else None
     except (msgspec.MsgspecError, UnicodeError, RecursionError, ContractError):
         return None

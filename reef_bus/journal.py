@@ -111,7 +111,7 @@ class MemoryStreams:
             return Stored(known, True)
         messages = self.messages[stream]
         seq = len(messages) + 1
-        messages.append(_Message(seq, self.clock(), *message[2:]))
+        messages.append(message._replace(seq=seq, time=self.clock()))
         self.tails[chain] = seq
         self.ids[stream, message.header["Nats-Msg-Id"]] = seq
         self.changed.set()

@@ -19,6 +19,7 @@ from importlib import metadata
 
 import msgspec
 
+from reef_bus.collector import without_collector
 from reef_bus.config import Config
 from reef_bus.core.effects import Me
 from reef_bus.embedded import Lock
@@ -39,13 +40,13 @@ Build = Callable[[Config, JetStreamJournal, Me, contextlib.AsyncExitStack], Awai
 
 def run_role(role: str, config: Config, id_: str) -> int:
     """Load a role by its entry point and run it in this process until it ends. Returns the exit status."""
-    gc.disable()  # until it is up: a million objects are made by imports, all of which stay
     found = list(metadata.entry_points(group=ROLES, name=role))
     if not found:
         names = sorted(entry.name for entry in metadata.entry_points(group=ROLES))
         raise Rejected(f"no role {role!r}; installed: {', '.join(names) or 'none'}")
     try:
-        run: Callable[[Config, str], int] = found[0].load()
+        with without_collector():
+            run: Callable[[Config, str], int] = found[0].load()
     except ImportError as error:
         raise Rejected(f"role {role} needs an extra ({error.name}): pip install 'reef-bus[demo]'") from error
     return run(config, id_)
@@ -106,8 +107,7 @@ async def _boot(config: Config, me: Me, build: Build) -> None:
         journal = await connect(config.nats.url, config.deployment, f"reef-{me.id}")
         stack.push_async_callback(journal.close)
         role = await build(config, journal, me, stack)
-        gc.freeze()
-        gc.enable()
+        gc.freeze()  # what its imports made stays: no later collection looks through it
         runner = Runner(journal, role, fetch=blobs_in(config.artifact_root()))
         if config.metrics.port:
             from reef_bus import metrics  # an extra, and half a second of imports, for those who ask for it

@@ -169,8 +169,6 @@ class Runner:
             if self.halted:
                 continue
             debts = {debt.key: debt for debt in self._owed()}
-            if not (debts or self._effects or self._tried or self._settled or self._bare or self._closing):
-                continue  # nothing is owed, and nothing was: so it is most of the time
             self._settled &= debts.keys()
             self._tried = {key: tried for key, tried in self._tried.items() if key in debts}
             gone = [key for key in self._effects if key not in debts]

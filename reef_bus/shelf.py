@@ -110,7 +110,7 @@ class Folder(Shelf):
             if not self.has(blob.digest):
                 draft.flush()
                 os.fsync(draft.fileno())
-                self._adopt(draft.name, blob.digest)
+                self._adopt(Path(draft.name), self.path(blob.digest))
         return blob
 
     def take(self, digest: str, source: Path) -> str:
@@ -120,7 +120,7 @@ class Folder(Shelf):
             _link(source, draft)
             found = hash_file(draft)
             if found == digest:
-                self._adopt(str(draft), digest)
+                self._adopt(draft, self.path(digest))
             return found
         finally:
             draft.unlink(missing_ok=True)
@@ -146,28 +146,20 @@ class Folder(Shelf):
     @contextlib.contextmanager
     def _draft(self) -> Iterator[BinaryIO]:
         """A private file that is gone afterwards, unless it was adopted. Blobs are read-only from birth."""
-        path = os.path.join(self._incoming, secrets.token_hex(16))
+        path = self._incoming / secrets.token_hex(16)
         try:
-            with open(path, "xb", opener=_read_only) as file:
+            with open(path, "xb", opener=lambda name, flags: os.open(name, flags, 0o444)) as file:
                 yield file
         finally:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(path)
+            path.unlink(missing_ok=True)
 
-    def _adopt(self, draft: str, digest: str) -> None:
+    def _adopt(self, draft: Path, final: Path) -> None:
         """Rename is the moment at which the blob exists; each folder is synced so that the name outlives the power."""
-        folder, (outer, inner, name) = str(self.root), spread(digest)
-        for each in (outer, inner):
-            holder, folder = folder, os.path.join(folder, each)
-            with contextlib.suppress(FileExistsError):
-                os.mkdir(folder)
-            sync_folder(holder)
-        os.replace(draft, os.path.join(folder, name))
-        sync_folder(folder)
-
-
-def _read_only(path: str, flags: int) -> int:
-    return os.open(path, flags, 0o444)
+        for folder in (final.parent.parent, final.parent):
+            folder.mkdir(exist_ok=True)
+            sync_folder(folder.parent)
+        os.replace(draft, final)
+        sync_folder(final.parent)
 
 
 def spread(digest: str) -> tuple[str, str, str]:
@@ -211,7 +203,7 @@ def _link(source: Path, target: Path) -> None:
             os.fsync(file.fileno())
 
 
-def sync_folder(folder: Path | str) -> None:
+def sync_folder(folder: Path) -> None:
     """The names in it outlive the power from here on."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:

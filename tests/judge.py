@@ -76,10 +76,7 @@ class Audit:
 
     def fence(self, seq: int) -> frozenset[Member]:
         """Whom a fence covered after the event at `seq`."""
-        for since, members in reversed(self.fences):
-            if since <= seq:
-                return members
-        raise AssertionError(seq)
+        return next(members for since, members in reversed(self.fences) if since <= seq)
 
     def saw(self, recorded: Recorded) -> None:
         self._saw(recorded)

@@ -16,6 +16,7 @@ from consumers.reef_engine.server import Server
 from reef_bus import process
 from reef_bus.artifacts import ArtifactStore
 from reef_bus.backends import InferenceBackend
+from reef_bus.collector import without_collector
 from reef_bus.config import Config
 from reef_bus.core.effects import Me
 from reef_bus.http import listen
@@ -53,7 +54,8 @@ def _died(worker: asyncio.Task[None]) -> None:
 
 
 def _backend(config: Config) -> InferenceBackend:
-    from consumers.reef_engine.torch_backend import TorchEngine
+    with without_collector():
+        from consumers.reef_engine.torch_backend import TorchEngine
 
     engine = TorchEngine()
     engine.start()

@@ -111,13 +111,11 @@ class Router:
             await self._moved.wait()
         releases = self.world.publications.releases
         load_ids = [answer.load_id, *(span.load_id for span in answer.spans)]
-        if not releases.keys() >= set(load_ids):
-            return False
-        for begun, load_id in pairwise(load_ids):
-            if not may_continue(releases, begun, load_id):
-                log.warning("%s boot %s: %s goes on with %s", answer.engine, answer.boot, begun, load_id)
-                return False
-        return True
+        committed = releases.keys() >= set(load_ids)
+        if committed and all(may_continue(releases, begun, load_id) for begun, load_id in pairwise(load_ids)):
+            return True
+        log.warning("%s boot %s: it names %s, not committed or not in place", answer.engine, answer.boot, load_ids)
+        return False
 
 
 def _whole(answer: Generated) -> Span:

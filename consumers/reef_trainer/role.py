@@ -18,6 +18,7 @@ from reef_bus import process
 from reef_bus.artifacts import ArtifactStore, save_weights
 from reef_bus.authority import Authority
 from reef_bus.backends import Pieces, TrainingBackend
+from reef_bus.collector import without_collector
 from reef_bus.config import ATTACHED, Config
 from reef_bus.core.effects import AssembleBatch, Debt, Me, Train
 from reef_bus.core.ids import BASE, derived
@@ -192,7 +193,8 @@ async def _build(config: Config, journal: Journal, me: Me, stack: contextlib.Asy
 
 
 def _backend(config: Config) -> TrainingBackend:
-    from consumers.reef_trainer.torch_backend import Hyper, TorchTrainer
+    with without_collector():
+        from consumers.reef_trainer.torch_backend import Hyper, TorchTrainer
 
     training = config.training
     hyper = Hyper(lr=training.lr, minibatches=training.minibatches, seed=training.seed)

@@ -45,8 +45,7 @@ def supervisor(world: World, me: Me, seen: Mapping[str, Seen], restarts: Restart
     if not world.incarnation:
         return []
     found = (_component(world, me, name, each, restarts, now) for name, each in seen.items())
-    answers = _answers(world, seen) if world.requests else []
-    return [*answers, *(debt for debt in found if debt)]
+    return [*_answers(world, seen), *(debt for debt in found if debt)]
 
 
 def _answers(world: World, seen: Mapping[str, Seen]) -> list[Debt]:
@@ -56,7 +55,7 @@ def _answers(world: World, seen: Mapping[str, Seen]) -> list[Debt]:
 
 
 def _component(world: World, me: Me, name: str, seen: Seen, restarts: Restarts, now: int) -> Debt | None:
-    component = world.components.get(name) or Component()
+    component = world.components.get(name, Component())
     foreign = seen.exit is None and not seen.owned
     match component.state:
         case "running":

@@ -61,7 +61,5 @@ def answered(pending: dict[int, Request], event: Event) -> None:
 
 def wanted(pending: dict[int, Request], kind: type[Event], about: str | None = None) -> Request | None:
     """The oldest request of a kind (about one thing) that can be met."""
-    for each in pending.values():
-        if each.name == kind.__name__ and not each.refused and about in (None, each.about):
-            return each
-    return None
+    found = (r for r in pending.values() if r.name == kind.__name__ and not r.refused and about in (None, r.about))
+    return next(found, None)

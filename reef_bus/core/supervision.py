@@ -67,8 +67,7 @@ def evolve(components: dict[str, Component], recorded: Recorded) -> None:
     """Apply one event of the `deployment` family that is not void."""
     if not isinstance(recorded.event, ComponentEvent):
         return
-    name = recorded.event.component
-    component = components[name] = components.get(name) or Component()
+    component = components.setdefault(recorded.event.component, Component())
     (_up if isinstance(recorded.event, _UP) else _down)(component, recorded)
     component.seq, component.by = recorded.seq, recorded.boot
 

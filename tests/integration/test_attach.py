@@ -27,7 +27,7 @@ pytestmark = pytest.mark.integration
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = ROOT / "deploy" / "examples" / "attach_torch.py"
 ATTACHED = msgspec.structs.replace(CONFIG, training=Training(backend="attached"))
-KILLS = ("CandidateReady", "SenderReady")
+KILLS = ("JobDispatched", "CandidateReady", "TargetPersisted", "SenderReady", "ReleaseCommitted")
 
 
 class Script:
@@ -86,7 +86,7 @@ def steps(found: Live) -> list[int]:
     return [known[release.candidate].step for release in found.world.publications.releases.values()]
 
 
-async def test_the_example_is_killed_at_three_points_and_loses_and_doubles_no_release(tmp_path: Path) -> None:
+async def test_the_example_is_killed_at_six_points_and_loses_and_doubles_no_release(tmp_path: Path) -> None:
     """The first time at the registration, before any engine can serve; no record is consumed, whatever is recorded."""
     with example(tmp_path) as script:
 

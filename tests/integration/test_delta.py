@@ -46,21 +46,32 @@ def idle(found: Live) -> bool:
     return not (training.job or published.open or [c for c in training.selected if c not in published.ended])
 
 
+async def ask_back(found: Live, release: Release) -> Event:
+    """The publisher's answer."""
+    head = found.world.publications.head
+    assert head is not None
+    scenario, began = found.world.training.scenario, len(found.events)
+    asked = RollbackRequested(actor="ada", why="a test", head=head.load_id, scenario=scenario, release=release.load_id)
+    seq = await found.running.journal.append(Draft(event=asked, writer="operator/ada", boot="ada"), 0)
+
+    def answers() -> list[Event]:
+        return [r.event for r in found.events[began:] if getattr(r.event, "request", 0) == seq.seq]
+
+    await found.until("an answer", lambda: bool(answers()))
+    return answers()[0]
+
+
 async def roll_back(found: Live) -> None:
     """To the first release, while nothing else is under way: staged from its artifact, and swapped in."""
-    head, first = found.world.publications.head, list(found.world.publications.releases.values())[1]
-    assert head is not None and head.candidate != first.candidate
-    asked = RollbackRequested(
-        actor="ada", why="a test", head=head.load_id, scenario=found.world.training.scenario, release=first.load_id
-    )
-    await found.running.journal.append(Draft(event=asked, writer="operator/ada", boot="ada"), 0)
+    first = list(found.world.publications.releases.values())[1]
+    target = await ask_back(found, first)
+    assert isinstance(target, TargetPersisted) and target.candidate == first.candidate
 
     def back() -> bool:
         now = found.world.publications.head
-        return now is not None and now.candidate == first.candidate and found.all_serve()
+        return now is not None and now.load_id == target.load_id and found.all_serve()
 
     await found.until("the first release's content serves again", back)
-    target = next(r.event for r in reversed(found.events) if isinstance(r.event, TargetPersisted) and r.event.request)
     swaps = [
         r.event for r in found.events if isinstance(r.event, ReceiverVerified) and r.event.load_id == target.load_id
     ]
@@ -132,21 +143,6 @@ async def loaded_by_a_killed_engine(found: Live) -> tuple[ReceiverVerified, Chai
 # -- retention
 
 KEEP = 2
-
-
-async def ask_back(found: Live, release: Release) -> Event:
-    """The publisher's answer."""
-    head = found.world.publications.head
-    assert head is not None
-    scenario, began = found.world.training.scenario, len(found.events)
-    asked = RollbackRequested(actor="ada", why="a test", head=head.load_id, scenario=scenario, release=release.load_id)
-    seq = await found.running.journal.append(Draft(event=asked, writer="operator/ada", boot="ada"), 0)
-
-    def answers() -> list[Event]:
-        return [r.event for r in found.events[began:] if getattr(r.event, "request", 0) == seq.seq]
-
-    await found.until("an answer", lambda: bool(answers()))
-    return answers()[0]
 
 
 async def test_what_nobody_needs_is_removed_while_engines_come_late_and_backups_are_made(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from tests.e2e.rows import ROLES
 pytestmark = pytest.mark.integration
 
 SEED = 7
-CHOSEN = sample(matrix(), 11, SEED)
+CHOSEN = sample(matrix(), 15, SEED)
 
 
 async def outcome(folder: Path, chosen: list[Cell]) -> list[Line]:
@@ -33,7 +33,7 @@ def check(lines: list[Line], chosen: list[Cell]) -> None:
 
 async def test_every_role_is_killed_or_stopped_on_one_server_and_nothing_is_lost_torn_or_stuck(tmp_path: Path) -> None:
     chosen = [cell for cell in CHOSEN if cell.kind == "single"]
-    assert len(chosen) >= 8 and {c.role for c in chosen} == set(ROLES) and {c.signal for c in chosen} == set(SIGNALS)
+    assert len(chosen) >= 12 and {c.role for c in chosen} == set(ROLES) and {c.signal for c in chosen} == set(SIGNALS)
     check(await outcome(tmp_path, chosen), chosen)
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from tests.chains import Edge, Kept, Reader, Reading, Release, anchors, publishes, removable, route
 
-BRIEFLY = settings(max_examples=100, deadline=None)
+BRIEFLY = settings(max_examples=200, deadline=None)
 EVERY = st.integers(1, 5)
 
 

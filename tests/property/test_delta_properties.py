@@ -20,7 +20,7 @@ from reef_bus.delta.frames import Form, Header, Record, write_header, write_reco
 from reef_bus.errors import DeltaError
 from reef_bus.manifest import ITEM_BYTES, RESERVED_NAME, describe
 
-BRIEFLY = settings(max_examples=40, deadline=None)  # a shared machine stalls now and then; that is no finding
+BRIEFLY = settings(max_examples=80, deadline=None)  # a shared machine stalls now and then; that is no finding
 NAMES = st.text(min_size=1, max_size=8).filter(lambda name: name != RESERVED_NAME)
 BUCKETS = st.sampled_from([8, 16, 24, 64, 1 << 12])
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from reef_bus.backends import Piece
 from reef_bus.ranks import Ranks, describe_ranks, rank_differences
-from tests.property.test_manifest_properties import VERSIONS
-
-BRIEFLY = settings(max_examples=25, deadline=None)  # each is several of what a manifest's properties take
+from tests.property.test_manifest_properties import BRIEFLY, VERSIONS
 
 Shards = list[dict[str, Piece]]
 SHARDS = st.lists(VERSIONS, min_size=1, max_size=4)

@@ -22,14 +22,12 @@ from tests.bench.weights import growth, machine, moving, serving
 from tests.bench.weights.table import Row, as_json, number, text
 
 BUILD = Path("build/bench")
-HEAVY, DEAR = 3, 5
-"""By how much fewer runs a row has that moves 1 GiB to one, or to four, than one that takes milliseconds."""
 
 
 def rows(runs: int, events: int, folder: Path, rates: machine.Rates) -> dict[str, Callable[[], Iterator[Row]]]:
     return {
-        "shm": partial(moving.shm, max(1, runs // 2), folder),
-        "tcp": partial(moving.tcp, max(1, runs // 2), folder),
+        "shm": partial(moving.shm, runs, folder),
+        "tcp": partial(moving.tcp, runs, folder),
         "chain": partial(moving.chain, runs, folder),
         "serving": partial(serving.small, runs, folder, rates),
         "large": partial(serving.large, runs, folder),
@@ -76,7 +74,7 @@ def main() -> int:
     parser.add_argument(
         "--only", choices=NAMES, nargs="+", default=list(NAMES), help="rows to measure; all else is left out"
     )
-    parser.add_argument("--runs", type=int, default=30, help="of what takes milliseconds; the rest says its count")
+    parser.add_argument("--runs", type=int, default=30, help="of each row")
     parser.add_argument(
         "--events", type=int, default=1_000_000, help="up to which a server's log grows; 100000 saves two minutes"
     )

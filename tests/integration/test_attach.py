@@ -106,7 +106,7 @@ async def test_the_example_is_killed_at_six_points_and_loses_and_doubles_no_rele
             await found.until("the example ends", script.ended, 90)
             assert script.process and script.process.returncode == 0, script.out.read_text()
             await found.until("every engine serves the last release", found.all_serve)
-            answer = (await found.client.exchange("7", {"phase": "probe"}, train=False)).answer
+            answer = await found.client.producer.ask("7", {"phase": "probe"}, temperature=0)
             await found.client.stop()
             audit = await found.audit()
             assert steps(found) == [0, 10, 20, 30, 40, 50, 60]

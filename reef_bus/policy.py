@@ -1,6 +1,6 @@
-"""The demo's policy: a small Llama in plain torch, its sampler, and its parameters as bytes.
+"""The demo's policy: a small Llama or Qwen3 in plain torch, its sampler, and its parameters as bytes.
 
-Knows: tensors, under the names of Hugging Face's LlamaForCausalLM, so that weights can be swapped with it.
+Knows: tensors, under the names of Hugging Face's LlamaForCausalLM and Qwen3ForCausalLM, to swap weights with them.
 Must not know: rewards, optimizers, files, or who loads and reads the bytes.
 """
 
@@ -22,7 +22,8 @@ DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", to
 
 
 class PolicyConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """The shape of a policy. The defaults have 76,096 parameters (304,384 bytes) and learn `digit` in seconds."""
+    """The shape of a policy. The defaults have 76,096 parameters (304,384 bytes) and learn `digit` in seconds. With
+    `qk_norm` each head's queries and keys are normalised before they are rotated, which makes a Llama a Qwen3."""
 
     vocab: int = 16
     hidden: int = 64
@@ -33,6 +34,7 @@ class PolicyConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_len: int = 32
     init_std: float = 0.05
     rope_theta: float = 10_000.0
+    qk_norm: bool = False
 
     def __post_init__(self) -> None:
         if self.hidden % (2 * self.heads) or self.heads % self.kv_heads:
@@ -97,10 +99,14 @@ class Attention(nn.Module):
         narrow = config.kv_heads * config.head_dim
         self.q_proj, self.o_proj = Linear(config.hidden, config.hidden), Linear(config.hidden, config.hidden)
         self.k_proj, self.v_proj = Linear(config.hidden, narrow), Linear(config.hidden, narrow)
+        if config.qk_norm:
+            self.q_norm, self.k_norm = RMSNorm(config.head_dim), RMSNorm(config.head_dim)
 
     def forward(self, x: Tensor, angles: Tensor, cache: Cache | None) -> Tensor:
-        queries, keys = rotate(self._heads(self.q_proj(x)), angles), rotate(self._heads(self.k_proj(x)), angles)
-        values = self._heads(self.v_proj(x))
+        queries, keys, values = (self._heads(into(x)) for into in (self.q_proj, self.k_proj, self.v_proj))
+        if hasattr(self, "q_norm"):
+            queries, keys = self.q_norm(queries), self.k_norm(keys)
+        queries, keys = rotate(queries, angles), rotate(keys, angles)
         if cache is not None:
             keys, values = cache.extend(self.layer, keys, values)
         causal = x.shape[1] > 1  # a single new token may see every cached position

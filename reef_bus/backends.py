@@ -29,6 +29,9 @@ class Piece(NamedTuple):
 
 Pieces = Mapping[str, Piece]
 
+Layout = tuple[str, tuple[int, ...], int]
+"""dtype, shape, nbytes: what can be compared without reading a tensor."""
+
 Places = Mapping[str, tuple[int, int]]
 """By tensor: address and length of its memory. The same places are the same memory, whoever looks."""
 
@@ -107,13 +110,27 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     spans: tuple[Span, ...] = ()
 
 
+class Proof(NamedTuple):
+    """What an engine's own sums of its memory say. `flaw` names what is not as it should be; empty: nothing. Over so
+    many `tensors` of the engine's own layout, by an `algorithm` whose name ends in its width in bits."""
+
+    flaw: str
+    tensors: int
+    algorithm: str
+
+
 class InferenceBackend(ABC):
     """One engine's model. The agent around it decides when it may generate and what is loaded into it. An engine that
     `stages` has room for a second copy of the weights; `pauses` are the ways in which it can be stopped: any but
-    `drain` needs `generate_until`."""
+    `drain` needs `generate_until`.
+
+    The forward pass of an engine that is `apart` reads memory of another process, in a layout of its own. It receives
+    into a `room`, is then told to `expect` what lies there, to `take` it, and to give `proof` that it did.
+    """
 
     stages: bool = False
     pauses: tuple[str, ...] = ("drain",)
+    apart: bool = False
 
     @abstractmethod
     def start(self) -> None:
@@ -121,7 +138,30 @@ class InferenceBackend(ABC):
 
     @abstractmethod
     def live(self) -> Pieces:
-        """Writable views of the very memory that the forward pass reads: no copy, the same views until a swap."""
+        """Writable views of the very memory that the forward pass reads: no copy, the same views until a swap. Empty
+        where that memory is apart."""
+
+    def room(self, layouts: Mapping[str, Layout]) -> Pieces:
+        """Writable views in which a version of these tensors is received, of memory that nothing reads before it is
+        taken. Raises TransferError("memory") when there is no room."""
+        raise self._not_apart()
+
+    def expect(self, manifest: str) -> None:
+        """Told that what lies in the room hashes to `manifest`: work out from it, and from nothing that the engine has
+        said, by what its memory can be told to hold it. Raises TransferError where that cannot be."""
+        raise self._not_apart()
+
+    def take(self, load_id: str) -> None:
+        """Have the forward pass read what lies in the room, under this name. Raises TransferError if the engine says
+        that it cannot; that it raises nothing proves nothing."""
+        raise self._not_apart()
+
+    def proof(self, manifest: str, load_id: str) -> Proof:
+        """Whether the forward pass reads the version `manifest`, as what its answers call `load_id`."""
+        raise self._not_apart()
+
+    def _not_apart(self) -> ContractError:
+        return ContractError(f"{type(self).__name__} is not apart: what it reads is written and hashed where it lies")
 
     @abstractmethod
     def generate(self, prompts: Sequence[Prompt]) -> list[Completion]:

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 import msgspec
 import xxhash
 
-from reef_bus.backends import Piece, Pieces, places
+from reef_bus.backends import Layout, Piece, Pieces, places
 from reef_bus.errors import ContractError, Rejected, TransferError
 
 ITEM_BYTES = {
@@ -39,9 +39,6 @@ _NON_FINITE = {
 }
 _SCAN_BYTES = 1 << 20  # a multiple of every value's size, small enough to stay in a core's cache
 _XXH3 = re.compile(r"[0-9a-f]{32}")
-
-Layout = tuple[str, tuple[int, ...], int]
-"""dtype, shape, nbytes: what can be compared without reading a tensor."""
 
 
 class TensorEntry(msgspec.Struct, frozen=True):
@@ -69,6 +66,9 @@ class Manifest(msgspec.Struct, frozen=True, tag_field="format", tag="reef-manife
     def digest(self) -> str:
         """sha256 of `encode()` in hex: the name under which the log, and the artifact store, know this manifest."""
         return hashlib.sha256(self.encode()).hexdigest()
+
+    def layouts(self) -> dict[str, Layout]:
+        return {entry.name: (entry.dtype, entry.shape, entry.nbytes) for entry in self.tensors}
 
     @classmethod
     def decode(cls, data: bytes) -> Manifest:

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import msgspec
 
-from reef_bus.backends import Piece, Pieces
+from reef_bus.backends import Layout, Piece, Pieces
 from reef_bus.errors import Rejected, TransferError
-from reef_bus.manifest import ITEM_BYTES, RESERVED_NAME, Layout, Manifest
+from reef_bus.manifest import ITEM_BYTES, RESERVED_NAME, Manifest
 from reef_bus.shelf import Opened, Part
 
 _HEADER_LIMIT = 100 << 20  # safetensors' own limit: a longer header is damage, not a model

@@ -14,11 +14,11 @@ import logging
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from typing import NamedTuple
 
+from consumers.reef_engine.held import Found, Staging, arrived, held
 from consumers.reef_engine.rebase import Live, Rebased, rebase
 from reef_bus.artifacts import ArtifactStore
-from reef_bus.backends import InferenceBackend, Pieces, Places, places
+from reef_bus.backends import InferenceBackend, Pieces, places
 from reef_bus.config import Config
 from reef_bus.core import reactions
 from reef_bus.core.effects import Debt, Fence, Ingress, Join, Me, Receive, Stage, VerifyHead
@@ -37,7 +37,7 @@ from reef_bus.events import (
     Recorded,
 )
 from reef_bus.journal import LOG, Beat, Journal
-from reef_bus.manifest import Manifest, describe, differences
+from reef_bus.manifest import Manifest
 from reef_bus.runner import Role, blocking
 from reef_bus.stored import load
 from reef_bus.transport import Ticket, Transport, transports
@@ -59,14 +59,6 @@ class Fault:
             name, piece = sorted(received.items())[-1]
             piece.data[len(piece.data) // 2] ^= 0x01
             log.warning("fault switch: flipped a bit of %s after receiving %s", name, load_id)
-
-
-class Staging(NamedTuple):
-    """The second copy as it was hashed, and where: true as long as nobody has opened an ingress since."""
-
-    load_id: str
-    found: Manifest
-    places: Places
 
 
 class Agent(Role):
@@ -217,14 +209,30 @@ class Agent(Role):
             try:
                 target = Manifest.decode(await blocking(self.store.get, effect.manifest))
                 self._writing()
-                moved = await self._move(effect, target, self.backend.live())
-                self.fault.strike(self.backend.live(), effect.load_id)
-                found = await self._hash()
+                room = await self._room(target)
+                moved = await self._move(effect, target, room)
+                found = await self._take(effect, target, room)
             except (TransferError, ContractError) as error:
                 return self._failed(effect, _cause(error), str(error))
             if found.digest != effect.manifest:
-                return self._failed(effect, "digest", differences(target, found)[0], found.digest)
+                return self._failed(effect, "digest", found.differs(target), found.digest)
         return self._verified(effect.load_id, found, "received", moved, began, effect.publication, effect.attempt)
+
+    async def _room(self, target: Manifest) -> Pieces:
+        """Where a version is received while nothing generates."""
+        return await blocking(self.backend.room, target.layouts()) if self.backend.apart else self.backend.live()
+
+    async def _take(self, effect: Receive, target: Manifest, room: Pieces) -> Found:
+        """What the forward pass reads, after it was given what was received: where it is apart, only the target."""
+        if not self.backend.apart:
+            self.fault.strike(room, effect.load_id)
+            return await self._hash(effect.manifest, effect.load_id)
+        found = await blocking(arrived, self.backend, room, target)
+        if found.digest != effect.manifest:
+            return found
+        self.fault.strike(room, effect.load_id)
+        await blocking(self.backend.take, effect.load_id)
+        return await self._hash(effect.manifest, effect.load_id)
 
     async def _stage(self, effect: Stage) -> Event:
         """Beside what is served, while generation goes on: the memory lock is nobody's business here."""
@@ -233,12 +241,12 @@ class Agent(Role):
             self.staged = None
             try:
                 target = Manifest.decode(await blocking(self.store.get, effect.manifest))
-                beside = await blocking(self._beside)
+                beside = await blocking(self._beside, target)
                 found, moved, base = await self._fill(effect, target, beside)
             except (TransferError, ContractError) as error:
                 return self._failed(effect, _cause(error), str(error))
             if found.digest != effect.manifest:
-                return self._failed(effect, "digest", differences(target, found)[0], found.digest)
+                return self._failed(effect, "digest", found.differs(target), found.digest)
             self.staged = Staging(effect.load_id, found, places(beside))
         return EngineStaged(
             engine=self.me.id,
@@ -246,31 +254,32 @@ class Agent(Role):
             attempt=effect.attempt,
             load_id=effect.load_id,
             manifest=found.digest,
-            tensors=len(found.tensors),
+            tensors=found.tensors,
             bytes=moved,
             ms=_ms(began),
             base_manifest=base,
         )
 
-    async def _fill(self, effect: Stage, target: Manifest, beside: Pieces) -> tuple[Manifest, int, str]:
+    async def _fill(self, effect: Stage, target: Manifest, beside: Pieces) -> tuple[Found, int, str]:
         """By a delta on what is served, if there is one and the result is the target; else in full. Returns what was
         found, the bytes that moved for it, and the delta's base (an empty string: in full)."""
         told = await self._rebase(effect, target, beside)
         if told.base:
             self.fault.strike(beside, effect.load_id)
-            found = await blocking(describe, beside)
+            found = await blocking(arrived, self.backend, beside, target)
             if found.digest == effect.manifest:
                 log.info("staged %s by a delta: %d bytes moved of %d", effect.load_id, told.moved, target.total)
                 return found, told.moved, told.base
-            log.warning("%s comes in full: by the delta, %s", effect.load_id, differences(target, found)[0])
+            log.warning("%s comes in full: by the delta, %s", effect.load_id, found.differs(target))
         moved = await self._move(effect, target, beside)
         self.fault.strike(beside, effect.load_id)
-        return await blocking(describe, beside), told.moved + moved, ""
+        return await blocking(arrived, self.backend, beside, target), told.moved + moved, ""
 
     async def _rebase(self, effect: Stage, target: Manifest, beside: Pieces) -> Rebased:
         """Only of what was proven, and only in the first attempt: those after a failure are in full."""
         transport = self.transports.get(effect.transport)
-        if not (self.config.publication.delta and effect.attempt == 1 and self.proven and transport):
+        delta = self.config.publication.delta and not self.backend.apart
+        if not (delta and effect.attempt == 1 and self.proven and transport):
             return Rebased()
         try:
             proven = Manifest.decode(await blocking(self.store.get, self.proven))
@@ -278,9 +287,9 @@ class Agent(Role):
             return Rebased()
         return await rebase(transport, effect, target, Live(self.backend.live(), proven), beside)
 
-    def _beside(self) -> Pieces:
+    def _beside(self, target: Manifest) -> Pieces:
         """The second copy, once it is certain that to write it is not to write what is served."""
-        beside = self.backend.stage()
+        beside = self.backend.room(target.layouts()) if self.backend.apart else self.backend.stage()
         if shared := set(places(beside).values()) & set(places(self.backend.live()).values()):
             raise ContractError(
                 f"the second copy is no copy: {len(shared)} of its tensors lie where the served ones do"
@@ -305,21 +314,29 @@ class Agent(Role):
         async with self.ingress, self._stopped(effect.pause):
             found = await self._swap(effect)
             if found is None:
-                found, method = await self._hash(), "memory"
+                found, method = await self._hash(effect.manifest, effect.load_id), "memory"
             if found.digest != effect.manifest:
                 method = "artifact"
                 self._writing()
                 try:
                     target = Manifest.decode(await blocking(self.store.get, effect.manifest))
-                    moved = await blocking(load, self.store, effect.weights.digest, self.backend.live(), target)
+                    moved = await self._load(effect, target)
                 except (TransferError, ContractError) as error:
                     self._require_head(effect, error)
                     return EngineLeft(engine=self.me.id, reason=f"cannot load the head {effect.load_id}: {error}")
-                found = await self._hash()
+                found = await self._hash(effect.manifest, effect.load_id)
                 if found.digest != effect.manifest:
-                    why = f"the head {effect.load_id} was loaded, but {differences(target, found)[0]}"
+                    why = f"the head {effect.load_id} was loaded, but {found.differs(target)}"
                     return EngineLeft(engine=self.me.id, reason=why)
         return self._verified(effect.load_id, found, method, moved, began)
+
+    async def _load(self, effect: VerifyHead, target: Manifest) -> int:
+        """The artifact, whose every tensor is hashed on its way; returns the bytes that were read."""
+        moved = await blocking(load, self.store, effect.weights.digest, await self._room(target), target)
+        if self.backend.apart:
+            await blocking(self.backend.expect, effect.manifest)
+            await blocking(self.backend.take, effect.load_id)
+        return moved
 
     def _require_head(self, effect: VerifyHead, error: TransferError | ContractError) -> None:
         """Who was too slow for the head that it loads, and finds its artifact removed, owes another one by now."""
@@ -327,32 +344,43 @@ class Agent(Role):
         if head is not None and head.load_id != effect.load_id:
             raise Unavailable(f"{effect.load_id} is the head no more, {head.load_id} is: {error}") from error
 
-    async def _swap(self, effect: VerifyHead) -> Manifest | None:
-        """What is served now, if that is the staging of this head, where it was hashed and untouched since; in every
-        other case the staging is dropped, and whoever goes on has to hash."""
+    async def _swap(self, effect: VerifyHead) -> Found | None:
+        """What is served now, if it is the staging of this head; in every other case the staging is dropped, and
+        whoever goes on has to hash."""
         staged, self.staged = self.staged, None
         if staged is None or (staged.load_id, staged.found.digest) != (effect.load_id, effect.manifest):
             return None
         self._writing()
         try:
-            await blocking(self.backend.swap)
-        except ContractError as error:
+            found = await (self._swap_apart(effect) if self.backend.apart else self._swap_here(staged))
+        except (TransferError, ContractError) as error:
             log.warning("cannot swap %s in: %s", effect.load_id, error)
             return None
-        if places(self.backend.live()) != staged.places:
-            log.warning("swapped, but what is served is not where %s was hashed", effect.load_id)
-            return None
-        self.proven = staged.found.digest
+        self.proven = found.digest
         self.gate()
+        return found
+
+    async def _swap_here(self, staged: Staging) -> Found:
+        """No byte moves: what is served lies where it was hashed, and nobody has touched it since."""
+        await blocking(self.backend.swap)
+        if places(self.backend.live()) != staged.places:
+            raise ContractError("what is served now does not lie where it was hashed")
         return staged.found
+
+    async def _swap_apart(self, effect: VerifyHead) -> Found:
+        await blocking(self.backend.take, effect.load_id)
+        found = await self._hash(effect.manifest, effect.load_id)
+        if found.flaw:
+            raise ContractError(found.flaw)
+        return found
 
     def _writing(self) -> None:
         self.proven = ""
         self.gate()
 
-    async def _hash(self) -> Manifest:
-        """What the forward pass reads, as it is now."""
-        found = await blocking(describe, self.backend.live())
+    async def _hash(self, manifest: str, load_id: str) -> Found:
+        """What the forward pass reads, as it is now; of one that is apart, whether it is that."""
+        found = await blocking(held, self.backend, manifest, load_id)
         self.proven = found.digest
         self.gate()
         return found
@@ -360,7 +388,7 @@ class Agent(Role):
     def _verified(
         self,
         load_id: str,
-        found: Manifest,
+        found: Found,
         method: str,
         moved: int,
         began: float,
@@ -374,9 +402,10 @@ class Agent(Role):
             load_id=load_id,
             manifest=found.digest,
             method=method,
-            tensors=len(found.tensors),
+            tensors=found.tensors,
             bytes=moved,
             ms=_ms(began),
+            algorithm=found.algorithm,
         )
 
     def _failed(self, effect: Ingress, cause: str, detail: str, observed: str = "") -> Event:

@@ -15,7 +15,7 @@ from reef_bus.backends import Pieces
 from reef_bus.delta.buckets import Array, Bucket, check, cut, pack, unpack, values
 from reef_bus.delta.frames import Header, Part, Record, read, require_bounds, write_header, write_record
 from reef_bus.errors import ContractError, DeltaError
-from reef_bus.manifest import Layout, Manifest, describe, differences, layout_differences, require_fit
+from reef_bus.manifest import Manifest, describe, differences, layout_differences, require_fit
 
 BUCKET_BYTES = 32 << 20
 """Bytes of a version that are told at once: both sides need a few times as much memory beside the versions."""
@@ -101,8 +101,7 @@ def _require_same(header: Header, base: Manifest, target: Manifest) -> None:
 
 
 def _require_alike(base: Manifest, new: Manifest) -> None:
-    layouts: dict[str, Layout] = {entry.name: (entry.dtype, entry.shape, entry.nbytes) for entry in base.tensors}
-    said = layout_differences(new, layouts)
+    said = layout_differences(new, base.layouts())
     if said:
         raise DeltaError("layout", f"the base has other tensors: {said[0]}; take the full bytes")
 

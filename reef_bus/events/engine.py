@@ -66,7 +66,8 @@ class EngineStaged(EngineEvent, frozen=True, kw_only=True):
 class ReceiverVerified(EngineEvent, frozen=True, kw_only=True):
     """What the engine's own memory hashes to. `publication` is empty and `attempt` 0 for a catch-up to the head.
 
-    `method` is `received`, `memory`, `artifact` or `swapped`; `bytes` moved for it.
+    `method` is `received`, `memory`, `artifact` or `swapped`; `bytes` moved for it. `algorithm` hashed each of the
+    `tensors` as they lie in the engine, and ends in its width in bits.
     """
 
     publication: str
@@ -77,6 +78,7 @@ class ReceiverVerified(EngineEvent, frozen=True, kw_only=True):
     tensors: int
     bytes: int
     ms: float
+    algorithm: str = "xxh3-128"
 
 
 class ReceiverFailed(EngineEvent, frozen=True, kw_only=True):

@@ -17,6 +17,7 @@ from msgspec.structs import replace
 
 from consumers.reef_engine import agent as agent_module
 from consumers.reef_engine.agent import Agent
+from consumers.reef_engine.held import Found
 from reef_bus.core.effects import Deadlines, Debt, Receive, VerifyHead
 from reef_bus.core.invariants import check
 from reef_bus.core.publication import Publication
@@ -124,9 +125,8 @@ async def _trusting(self: Agent, effect: Receive) -> Event:
         target = Manifest.decode(await blocking(self.store.get, effect.manifest))
         await self._move(effect, target, self.backend.live())
         self.proven = target.digest
-    return self._verified(
-        effect.load_id, target, "received", 0, agent_module._now(), effect.publication, effect.attempt
-    )
+    found = Found(target.digest, len(target.tensors))
+    return self._verified(effect.load_id, found, "received", 0, agent_module._now(), effect.publication, effect.attempt)
 
 
 def test_a_receiver_that_reports_the_targets_digest_whatever_it_holds_is_invisible_to_the_log(
@@ -179,7 +179,7 @@ def test_an_engine_that_takes_a_swap_on_trust_is_found(monkeypatch: pytest.Monke
     any_of(range(4), "with the memory of", Faults(), Shape(jobs=2, mode="staged"))
 
 
-async def _credulous(self: Agent, effect: VerifyHead) -> Manifest | None:
+async def _credulous(self: Agent, effect: VerifyHead) -> Found | None:
     staged, self.staged = self.staged, None
     if staged is None or staged.load_id != effect.load_id:
         return None

@@ -196,8 +196,8 @@ CONDUCT = (
             Edit(AGENT + "_hash", "self.proven = found.digest", "self.proven, self.kept = found.digest, found"),
             Edit(
                 AGENT + "_verify",
-                'await self._hash(), "memory"',
-                "self.kept if self.proven else await self._hash(), 'memory'",
+                'await self._hash(effect.manifest, effect.load_id), "memory"',
+                "self.kept if self.proven else await self._hash(effect.manifest, effect.load_id), 'memory'",
             ),
         ),
         under(Shape(jobs=2, asks=(("PublicationHaltRequested", "SenderReady"),)), slow=0.9),

@@ -191,6 +191,36 @@ class InferenceBackend(ABC):
         """Free what `start` took; safe to repeat."""
 
 
+class Answer(NamedTuple):
+    """What became of one prompt. Without a `finish_reason` it was aborted. `versions`: which load ids sampled how many
+    of its tokens each, in order."""
+
+    completion: Completion
+    versions: tuple[tuple[str, int], ...]
+
+
+class ContinuousBackend(InferenceBackend):
+    """An engine that batches by itself: prompts come and go while others are being sampled. These calls do not block;
+    they belong to one event loop. Between `halt` and `go_on` nothing is sampled, and what is loaded is for the rest."""
+
+    @abstractmethod
+    async def answer(self, prompt: Prompt) -> Answer:
+        """One completion. Cancelled, the engine is rid of the prompt. Raises Rejected for one that it cannot serve, and
+        Unavailable when the engine cannot be reached or has not answered as it should."""
+
+    @abstractmethod
+    async def abort(self) -> None:
+        """Every prompt in hand is answered now, as it is."""
+
+    @abstractmethod
+    async def halt(self) -> None:
+        """Returns once nothing is sampled any more; whatever is in hand is kept, halfway."""
+
+    @abstractmethod
+    async def go_on(self) -> None:
+        """Sample again, first of all what is in hand. Safe to repeat."""
+
+
 class TrainingBackend(ABC):
     """An optimizer over immutable incumbents: every state it returns is a new one, and none is ever changed.
 

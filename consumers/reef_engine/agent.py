@@ -89,7 +89,8 @@ class Agent(Role):
         )
         self.ingress = asyncio.Lock()
         self.memory = asyncio.Lock()
-        self.stop = threading.Event()  # whoever generates is to end at the next token, and then to do as `pause` says
+        self.wanted = asyncio.Event()  # whoever has the memory to generate is to give it up, as `pause` says
+        self.stop = threading.Event()  # the same for threads, where that is at the next token
         self.pause = DRAIN
         self.staged: Staging | None = None
         self.world = World()
@@ -179,13 +180,18 @@ class Agent(Role):
         """The memory, once generation has stopped: after the batch in hand, or between two of its tokens."""
         try:
             self.pause = pause
+            self.wanted.set()
             if pause != DRAIN:
                 self.stop.set()
             async with self.memory:
-                self.stop.clear()
+                self._unwanted()
                 yield
         finally:
-            self.stop.clear()
+            self._unwanted()
+
+    def _unwanted(self) -> None:
+        self.wanted.clear()
+        self.stop.clear()
 
     async def _fence(self, effect: Fence) -> Event:
         began, head = _now(), self.world.publications.head

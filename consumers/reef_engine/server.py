@@ -1,40 +1,27 @@
-"""The engine's HTTP endpoint for gateways: token ids in, token ids, logprobs and their load id out.
+"""Generates for an engine that samples batch after batch.
 
-Knows: the agent's gate, memory lock and pauses. Must not know: chat formats, records, or other engines.
-Requests that arrive while the gate is closed wait; what is generated together was checked at one point of the fold.
+Knows: the agent's gate, memory lock and pauses. Must not know: HTTP, chat formats, records, or other engines.
+What is generated together was checked at one point of the fold.
 """
 
 from __future__ import annotations
 
-import asyncio
-import threading
-from typing import Any, NamedTuple
+from typing import Any
 
-import msgspec
-from aiohttp import web
-
-from consumers.reef_engine.agent import Agent
-from reef_bus.backends import BOOT_HEADER, Completion, Generated, Generation, Prompt, Stop
+from consumers.reef_engine.endpoint import MAX_RETRACTIONS, Endpoint, Waiting
+from reef_bus.backends import Completion, Generation, Stop
 from reef_bus.core.publication import RETRACT
 from reef_bus.core.serving import may_continue
-from reef_bus.errors import Rejected, Unavailable
+from reef_bus.errors import Rejected
 from reef_bus.events import Span
 from reef_bus.runner import blocking
-
-MAX_WAITING = 4096  # beyond this the engine says so, instead of promising answers that nobody waits for any more
-MAX_RETRACTIONS = 3  # of one batch: where releases come faster than its answers, it is then drained, or it never ends
-
-
-class _Waiting(NamedTuple):
-    prompt: Prompt
-    done: asyncio.Future[Generated]
 
 
 class _Batch:
     """Requests that are generated for together. Once stopped in place, `kept` is what the engine goes on from, and
     `spans` say of each request what it has so far."""
 
-    def __init__(self, *requests: _Waiting) -> None:
+    def __init__(self, *requests: Waiting) -> None:
         self.requests = list(requests)
         self.retractions = 0
         self.start_over()
@@ -67,62 +54,11 @@ class _Batch:
             spans.append(Span(load_id, first, len(completion.ids) - first, as_of, done_as_of))
 
 
-class Server:
-    """Collects requests and generates for as many as fit, one batch at a time."""
+class Server(Endpoint):
+    """Generates for as many as fit, one batch at a time."""
 
-    def __init__(self, agent: Agent, max_batch: int) -> None:
-        self.agent = agent
-        self.max_batch = max_batch
-        self.queue: asyncio.Queue[_Waiting] = asyncio.Queue(MAX_WAITING)
-        self._asked: set[asyncio.Future[Generated]] = set()
-        self._ends = threading.Event()
-
-    def routes(self) -> list[web.RouteDef]:
-        return [web.post("/generate", self.generate), web.get("/healthz", self.healthz)]
-
-    async def healthz(self, request: web.Request) -> web.Response:
-        return web.json_response({"boot": self.agent.me.boot, "serving": self.agent.serving()})
-
-    async def generate(self, request: web.Request) -> web.Response:
-        """409 for another boot's request, 400 for one that cannot be read, 503 when too many wait or it ends."""
-        if request.headers.get(BOOT_HEADER) != self.agent.me.boot:
-            return web.json_response({"error": f"this is boot {self.agent.me.boot}"}, status=409)
-        try:
-            generated = await self._enter(msgspec.json.decode(await request.read(), type=Prompt))
-        except (msgspec.DecodeError, Rejected) as error:
-            return web.json_response({"error": str(error)}, status=400)
-        except asyncio.QueueFull:
-            return web.json_response({"error": f"{MAX_WAITING} requests wait already"}, status=503)
-        except Unavailable as error:
-            return web.json_response({"error": str(error)}, status=503)
-        return web.Response(body=msgspec.json.encode(generated), content_type="application/json")
-
-    def _enter(self, prompt: Prompt) -> asyncio.Future[Generated]:
-        """Raises QueueFull, and Unavailable once nobody takes anything from the queue any more."""
-        if self._ends.is_set():
-            raise self._ending()
-        waiting = _Waiting(prompt, asyncio.get_running_loop().create_future())
-        self.queue.put_nowait(waiting)
-        self._asked.add(waiting.done)
-        waiting.done.add_done_callback(self._asked.discard)
-        return waiting.done
-
-    def _ending(self) -> Unavailable:
-        return Unavailable(f"boot {self.agent.me.boot} ends")
-
-    def end(self) -> None:
-        """Nobody is heard any more, and what is being generated ends at the next token: also what no pause may stop."""
-        self._ends.set()
-
-    async def work(self) -> None:
-        """Generate for ever. Whoever still waits in the end hears of it at once, and asks another engine."""
-        try:
-            while True:
-                await self._serve(_Batch(await self.queue.get()), self.max_batch)
-        finally:
-            self.end()
-            for done in [done for done in self._asked if not done.done()]:
-                done.set_exception(self._ending())
+    async def serve(self) -> None:
+        await self._serve(_Batch(await self.queue.get()), self.max_batch)
 
     async def _serve(self, batch: _Batch, most: int) -> None:
         """Generate for `batch` and up to `most` of those who wait. A gate that closes meanwhile makes them wait on; a
@@ -181,19 +117,5 @@ class Server:
     def _answer(self, batch: _Batch, completions: list[Completion]) -> None:
         """Whoever has all of an answer gets it, also when others of the batch were stopped."""
         for waiting, completion, spans in zip(batch.requests, completions, batch.spans, strict=True):
-            if completion.finish_reason and not waiting.done.done():
-                waiting.done.set_result(self._generated(completion, spans))
-                self.agent.served += 1
-
-    def _generated(self, completion: Completion, spans: list[Span]) -> Generated:
-        """Named by the one version that generated all of it, or token by token."""
-        parts = tuple(span for span in spans if span.count) or tuple(spans[-1:])
-        return Generated(
-            engine=self.agent.me.id,
-            boot=self.agent.me.boot,
-            load_id=parts[0].load_id,
-            as_of=parts[0].as_of,
-            done_as_of=parts[-1].done_as_of,
-            completion=completion,
-            spans=parts if len(parts) > 1 else (),
-        )
+            if completion.finish_reason:
+                self.answer(waiting, completion, spans)

@@ -18,7 +18,8 @@ from typing import Any
 import aiohttp
 
 from consumers.reef_engine.agent import Agent, Fault
-from consumers.reef_engine.server import Server, _Waiting
+from consumers.reef_engine.endpoint import Waiting
+from consumers.reef_engine.server import Server
 from consumers.reef_gateway.recorder import Recorder
 from consumers.reef_gateway.role import Gateway
 from consumers.reef_gateway.router import Router
@@ -291,7 +292,7 @@ class Routes(Router):
         answer: asyncio.Future[Generated] = self.machines.loop.create_future()
         boot.calls[answer] = None
         try:
-            boot.server.queue.put_nowait(_Waiting(prompt, answer))
+            boot.server.queue.put_nowait(Waiting(prompt, answer))
             found = await answer
         finally:
             boot.calls.pop(answer, None)

@@ -16,7 +16,7 @@ import msgspec
 import pytest
 from aiohttp import web
 
-from consumers.reef_engine import server as server_module
+from consumers.reef_engine import endpoint as endpoint_module
 from consumers.reef_engine.server import Server
 from reef_bus.backends import BOOT_HEADER, Generated, Prompt
 from reef_bus.http import listen
@@ -116,7 +116,7 @@ async def test_too_many_waiting_is_said_at_once(running: Running, monkeypatch: p
     assert (await running.ask())[0] == 503
     asked.cancel()
     await asyncio.gather(asked, return_exceptions=True)
-    assert server_module.MAX_WAITING == 4096
+    assert endpoint_module.MAX_WAITING == 4096
 
 
 async def test_a_prompt_that_is_refused_spoils_nobody_elses_answer(running: Running) -> None:

@@ -17,7 +17,8 @@ import msgspec
 import pytest
 import torch
 
-from consumers.reef_engine.server import MAX_RETRACTIONS, Server, _Waiting
+from consumers.reef_engine.endpoint import MAX_RETRACTIONS, Waiting
+from consumers.reef_engine.server import Server
 from consumers.reef_engine.torch_backend import TorchEngine
 from reef_bus.backends import Completion, Generated, Generation, Prompt, Stop, never
 from reef_bus.core.effects import Fence, Join, Receive, VerifyHead
@@ -91,7 +92,7 @@ class Scene:
         self.worker = asyncio.create_task(self.server.work())
 
     def ask(self, *prompts: Prompt) -> list[asyncio.Future[Generated]]:
-        asked = [_Waiting(prompt, asyncio.get_running_loop().create_future()) for prompt in prompts]
+        asked = [Waiting(prompt, asyncio.get_running_loop().create_future()) for prompt in prompts]
         for waiting in asked:
             self.server.queue.put_nowait(waiting)
         return [waiting.done for waiting in asked]

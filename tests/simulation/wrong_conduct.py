@@ -19,6 +19,7 @@ SERVING = "reef_bus.core.serving:"
 RUNNER = "reef_bus.runner:Runner."
 AGENT = "consumers.reef_engine.agent:Agent."
 SERVER = "consumers.reef_engine.server:Server."
+ENDPOINT = "consumers.reef_engine.endpoint:Endpoint."
 BOOK = "consumers.reef_trainer.book:RecordBook."
 HEARTBEATS = "consumers.reef_publisher.role:Heartbeats."
 RECORDER = "consumers.reef_gateway.recorder:Recorder."
@@ -267,14 +268,14 @@ CONDUCT = (
     Breakage(
         "spans-forgotten",
         "an answer that went on in place names only the version that ended it",
-        (Edit(SERVER + "_generated", "tuple(span for span in spans if span.count) or ", ""),),
+        (Edit(ENDPOINT + "answer", "tuple(span for span in spans if span.count) or ", ""),),
         under(Shape(eager=True, pause="in_place", generate_s=0.2)),
     ),
     Breakage(
         "named-by-its-beginning",
         "an answer that went on in place is said to be whole of the version that began it, and only the log is asked",
         (
-            Edit(SERVER + "_generated", "spans=parts if len(parts) > 1 else (),", "spans=(),"),
+            Edit(ENDPOINT + "answer", "spans=parts if len(parts) > 1 else (),", "spans=(),"),
             Edit("tests.simulation.truth:Truth.check_answer", "if made !=", "if False and made !="),
         ),
         under(Shape(eager=True, mode="staged", pause="in_place", generate_s=0.2)),
@@ -284,7 +285,7 @@ CONDUCT = (
         "an answer that was stopped by a fence, and went on with the incumbent, says that it was generated in one go",
         (
             Edit(
-                SERVER + "_generated",
+                ENDPOINT + "answer",
                 "spans=parts if len(parts) > 1 else (),",
                 "spans=parts if len({span.load_id for span in parts}) > 1 else (),",
             ),

@@ -26,6 +26,20 @@ MAX_PUBLISHERS = 16  # they only append: more than a few add nothing but conflic
 TRANSPORTS = ("tcp", "torch", "ucx", "shm", "files")
 """Not among the defaults: ucx and torch need more than is installed, shm serves no engine on another host."""
 ATTACHED = "attached"
+UPDATES = ("broadcast", "tensors", "disk")
+OPTIONS = {
+    **dict.fromkeys(("model", "model-path", "served-model-name", "tokenizer-path"), "inference.model-path"),
+    **dict.fromkeys(("tp", "tp-size", "tensor-parallel-size"), "inference.tensor-parallel-size"),
+    **dict.fromkeys(("disable-radix-cache", "enable-radix-cache"), "inference.prefix-cache"),
+    **{name: f"inference.{name}" for name in ("device", "dtype")},
+    "max-running-requests": "inference.max-batch",
+    "disable-overlap-schedule": "publication.pause",
+    **dict.fromkeys(
+        ("host", "port", "api-key", "admin-api-key", "load-format", "weight-version", "skip-tokenizer-init"),
+        "nothing: the agent gives it",
+    ),
+}
+"""SGLang's options that `inference.options` may not name, and the key that stands for each."""
 ZSTD = () if sys.version_info >= (3, 14) else ("backports", "backports.zstd")  # a parent comes before what is in it
 RESERVED = ("trainer", "publisher", "gateway", "supervisor", "nats")
 
@@ -53,7 +67,13 @@ class Gateway(Part, frozen=True, kw_only=True):
 class Inference(Part, frozen=True, kw_only=True):
     """The engines. `accepts`: transports; `shm` serves the trainer's host. `max_batch`: prompts that are sampled
     together. An engine that is cut off from the log goes on serving what it holds; with `lease_s` above 0 it stops
-    after as many seconds."""
+    after as many seconds.
+
+    `backend: sglang` starts an SGLang server for each engine, which may take `start_s`, and needs a `model_path`: a
+    folder with the model's config.json. `device`: `cpu`, `cuda`, or `auto`. `update`: a version gets into the server's
+    memory by a `broadcast`, as `tensors` in a request, or from `disk`. Without a `prefix_cache` what is paused in place
+    keeps its KV cache; with one, it is computed anew by the next version. `options`: the server's own, without dashes,
+    as far as no other key of this section stands for them."""
 
     backend: str = "torch"
     engines: tuple[str, ...] = ("engine-0", "engine-1")
@@ -61,6 +81,14 @@ class Inference(Part, frozen=True, kw_only=True):
     accepts: tuple[str, ...] = ("tcp", "files")
     max_batch: int = 64
     lease_s: float = 0.0
+    model_path: str = ""
+    device: str = "auto"
+    tensor_parallel_size: int = 1
+    dtype: str = "auto"
+    update: str = "broadcast"
+    prefix_cache: bool = True
+    start_s: float = 600.0
+    options: dict[str, str | int | float | bool] = {}
 
 
 class Training(Part, frozen=True, kw_only=True):
@@ -296,11 +324,30 @@ def check(config: Config) -> Config:
         raise Rejected(f"publication.publishers is {config.publication.publishers}: expected 1 to {MAX_PUBLISHERS}")
     if config.publication.pause not in PAUSES:
         raise Rejected(f"publication.pause is {config.publication.pause!r}; expected one of {', '.join(PAUSES)}")
-    if config.inference.backend != "torch":
-        raise Rejected(f"inference.backend is {config.inference.backend!r}; this version has: torch")
+    _check_engines(config.inference)
     if config.training.backend not in ("torch", ATTACHED):
         raise Rejected(f"training.backend is {config.training.backend!r}; this version has: torch, {ATTACHED}")
     return config
+
+
+def _check_engines(inference: Inference) -> None:
+    if inference.backend not in ("torch", "sglang"):
+        raise Rejected(f"inference.backend is {inference.backend!r}; this version has: torch, sglang")
+    if inference.backend == "sglang" and not Path(inference.model_path, "config.json").is_file():
+        raise Rejected(
+            f"inference.model-path is {inference.model_path!r}: SGLang needs a folder with the model's config.json"
+        )
+    if inference.device not in ("auto", "cpu", "cuda"):
+        raise Rejected(f"inference.device is {inference.device!r}; expected auto, cpu or cuda")
+    if inference.update not in UPDATES:
+        raise Rejected(f"inference.update is {inference.update!r}; expected one of {', '.join(UPDATES)}")
+    if inference.tensor_parallel_size < 1:
+        raise Rejected(f"inference.tensor-parallel-size is {inference.tensor_parallel_size}; expected 1 or more")
+    if not 0 < inference.start_s < math.inf:
+        raise Rejected(f"inference.start-s is {inference.start_s:g}; expected seconds")
+    for name in inference.options:
+        if stands := OPTIONS.get(name.replace("_", "-").removeprefix("--")):
+            raise Rejected(f"inference.options names {name!r}: set {stands} instead")
 
 
 def _check_artifacts(where: str) -> None:

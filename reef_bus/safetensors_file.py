@@ -10,6 +10,7 @@ import math
 import mmap
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
@@ -33,21 +34,38 @@ class Span(msgspec.Struct):
         return self.dtype, self.shape, self.data_offsets[1] - self.data_offsets[0]
 
 
-def encoded(manifest: Manifest, pieces: Pieces, metadata: Mapping[str, str] | None = None) -> Iterator[Part]:
-    """The file in parts, without copying a tensor. The library's own writer takes raw pointers since 0.8, and copies
-    before; so the layout is written here, and the tests hold it against the library. Wide dtypes come first, as
-    there, so that every tensor is aligned for readers that map the file."""
-    order = sorted(manifest.tensors, key=lambda entry: (-ITEM_BYTES[entry.dtype], entry.name))
-    spans: dict[str, Span | Mapping[str, str]] = {RESERVED_NAME: metadata} if metadata else {}
+class LaidOut(NamedTuple):
+    """A file before its tensors: its first bytes, and where each tensor lies after them."""
+
+    head: bytes
+    spans: dict[str, Span]
+
+    @property
+    def nbytes(self) -> int:
+        return len(self.head) + sum(span.layout[2] for span in self.spans.values())
+
+
+def laid_out(layouts: Mapping[str, Layout], metadata: Mapping[str, str] | None = None) -> LaidOut:
+    """The library's own writer takes raw pointers since 0.8, and copies before; so the layout is written here, and the
+    tests hold it against the library. Wide dtypes come first, as there, so that every tensor is aligned for readers
+    that map the file."""
+    spans: dict[str, Span] = {}
     offset = 0
-    for entry in order:
-        spans[entry.name] = Span(entry.dtype, entry.shape, (offset, offset + entry.nbytes))
-        offset += entry.nbytes
-    header = msgspec.json.encode(spans)
-    header += b" " * (-len(header) % 8)
-    yield len(header).to_bytes(8, "little") + header
-    for entry in order:
-        yield pieces[entry.name].data
+    for name in sorted(layouts, key=lambda name: (-ITEM_BYTES[layouts[name][0]], name)):
+        dtype, shape, nbytes = layouts[name]
+        spans[name] = Span(dtype, shape, (offset, offset + nbytes))
+        offset += nbytes
+    head = msgspec.json.encode({RESERVED_NAME: metadata, **spans} if metadata else spans)
+    head += b" " * (-len(head) % 8)
+    return LaidOut(len(head).to_bytes(8, "little") + head, spans)
+
+
+def encoded(manifest: Manifest, pieces: Pieces, metadata: Mapping[str, str] | None = None) -> Iterator[Part]:
+    """The file in parts, without copying a tensor."""
+    head, spans = laid_out(manifest.layouts(), metadata)
+    yield head
+    for name in spans:
+        yield pieces[name].data
 
 
 def header(opened: Opened) -> tuple[dict[str, Span], int]:

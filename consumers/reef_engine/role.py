@@ -7,15 +7,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 
 from aiohttp import web
 
 from consumers.reef_engine.agent import Agent, Fault
+from consumers.reef_engine.continuous import Continuous
+from consumers.reef_engine.endpoint import Endpoint
 from consumers.reef_engine.server import Server
 from reef_bus import process
 from reef_bus.artifacts import ArtifactStore
-from reef_bus.backends import InferenceBackend
+from reef_bus.backends import ContinuousBackend, InferenceBackend
 from reef_bus.collector import without_collector
 from reef_bus.config import Config
 from reef_bus.core.effects import Me
@@ -23,14 +26,16 @@ from reef_bus.http import listen
 from reef_bus.journal import Journal
 from reef_bus.runner import Role, blocking
 
+log = logging.getLogger(__name__)
+
 
 async def _build(config: Config, journal: Journal, me: Me, stack: contextlib.AsyncExitStack) -> Role:
-    backend: InferenceBackend = await blocking(_backend, config)
+    backend = await _backend(config, me, stack)
     stack.callback(backend.close)
     store = ArtifactStore(config.artifact_root())
     app = web.Application()
     agent = Agent(config, me, "", backend, store, _fault(me.id))
-    server = Server(agent, config.inference.max_batch)
+    server = _endpoint(agent, backend, config.inference.max_batch)
     app.add_routes(server.routes())
     agent.url = await listen(app, config.inference.host, 0, stack)
     worker = asyncio.create_task(server.work())
@@ -44,6 +49,10 @@ async def _build(config: Config, journal: Journal, me: Me, stack: contextlib.Asy
     return agent
 
 
+def _endpoint(agent: Agent, backend: InferenceBackend, most: int) -> Endpoint:
+    return Continuous(agent, backend, most) if isinstance(backend, ContinuousBackend) else Server(agent, most)
+
+
 def _died(worker: asyncio.Task[None]) -> None:
     """An engine that cannot generate any more is no engine: end the process, so that a new boot can take over."""
     if not worker.cancelled() and worker.exception():
@@ -53,7 +62,20 @@ def _died(worker: asyncio.Task[None]) -> None:
         os._exit(process.DEFECT)
 
 
-def _backend(config: Config) -> InferenceBackend:
+def _over(why: str) -> None:
+    log.error("this boot ends: %s", why)
+    os._exit(process.OVER)
+
+
+async def _backend(config: Config, me: Me, stack: contextlib.AsyncExitStack) -> InferenceBackend:
+    if config.inference.backend == "sglang":
+        from consumers.reef_engine.sglang.start import start
+
+        return await start(config, me, _over, stack)
+    return await blocking(_torch)
+
+
+def _torch() -> InferenceBackend:
     with without_collector():
         from consumers.reef_engine.torch_backend import TorchEngine
 

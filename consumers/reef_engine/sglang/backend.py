@@ -1,0 +1,212 @@
+"""An SGLang server as an engine: it samples, holds the weights, and says what they sum up to.
+
+Knows: the server, a room, an oracle. Must not know: the log, or which version is due.
+Nobody but this process speaks to the server: its key is the boot's id. What is in its memory is believed for what it
+sums up to, never for what an update answered.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import math
+import uuid
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import msgspec
+
+from consumers.reef_engine.sglang import moves, requests
+from consumers.reef_engine.sglang.client import Client, words
+from consumers.reef_engine.sglang.room import Room
+from consumers.reef_engine.sglang.sums import Oracle, Sums, flaw
+from reef_bus.backends import Answer, Completion, ContinuousBackend, Layout, Pieces, Prompt, Proof
+from reef_bus.config import Inference
+from reef_bus.core.publication import PAUSES
+from reef_bus.errors import Rejected, TransferError, Unavailable
+from reef_bus.runner import blocking
+
+log = logging.getLogger(__name__)
+
+SUMS_S = 300.0
+KNOWN = 8
+"""Versions of which the expected sums are remembered: the head and what comes next, and a few to go back to."""
+
+
+class Limits(msgspec.Struct, frozen=True):
+    """What of a model's configuration bounds a prompt: the server's process ends on an id beyond the vocabulary."""
+
+    vocab_size: int
+    max_position_embeddings: int
+
+    @classmethod
+    def of(cls, model: Path) -> Limits:
+        try:
+            return msgspec.json.decode((model / "config.json").read_bytes(), type=cls)
+        except (OSError, msgspec.MsgspecError) as error:
+            raise Rejected(f"{model / 'config.json'} does not say what a prompt may be: {error}") from error
+
+    def check(self, prompt: Prompt) -> None:
+        if not prompt.ids or not all(0 <= token < self.vocab_size for token in prompt.ids):
+            raise Rejected(
+                f"found prompt ids {prompt.ids}; expected at least one, each from 0 to {self.vocab_size - 1}"
+            )
+        room = self.max_position_embeddings - len(prompt.ids)
+        if not 1 <= prompt.max_tokens <= room:
+            raise Rejected(
+                f"found max_tokens {prompt.max_tokens}; after {len(prompt.ids)} prompt tokens 1 to {room} fit"
+            )
+        if not (math.isfinite(prompt.temperature) and prompt.temperature >= 0):
+            raise Rejected(f"found temperature {prompt.temperature}; expected 0 (greedy) or a positive number")
+
+
+class SGLangEngine(ContinuousBackend):
+    """A server that is up, and what belongs to it. It stages in the room: there is room for one version beside the one
+    that the server holds."""
+
+    stages = True
+    pauses = PAUSES
+    apart = True
+
+    def __init__(self, inference: Inference, client: Client, room: Room, oracle: Oracle, device: str) -> None:
+        self.inference, self.client, self.room_, self.oracle, self.device = inference, client, room, oracle, device
+        self.limits = Limits.of(room.folder)
+        self._expected: dict[str, list[Sums]] = {}
+        self._session: aiohttp.ClientSession | None = None
+        self._halted = False
+
+    # -- weights
+
+    def start(self) -> None:
+        """The server has allocated what it needs."""
+
+    def live(self) -> Pieces:
+        return {}
+
+    def room(self, layouts: Mapping[str, Layout]) -> Pieces:
+        return self.room_.fit(layouts)
+
+    def expect(self, manifest: str) -> None:
+        self._expected[manifest] = self.oracle.expected(self.room_.weights)
+        while len(self._expected) > KNOWN:
+            del self._expected[next(iter(self._expected))]
+
+    def take(self, load_id: str) -> None:
+        """What was computed with the old weights goes, but for what is halted in place without a prefix cache."""
+        ranks, flush = self.inference.tensor_parallel_size, not (self._halted and not self.inference.prefix_cache)
+        match self.inference.update:
+            case "disk":
+                moves.from_disk(self.client, self.room_, load_id, flush=flush)
+            case "tensors":
+                moves.from_tensors(self.client, self.room_, load_id, ranks, flush=flush)
+            case _:
+                moves.broadcast(self.client, self.room_, load_id, ranks, self.device, flush=flush)
+
+    def proof(self, manifest: str, load_id: str) -> Proof:
+        expected = self._expected.get(manifest)
+        if expected is None:
+            return Proof("nobody has worked out what the server should hold", 0, "")
+        return Proof(self._flaw(expected, load_id), sum(len(each.sums) for each in expected), expected[0].algorithm)
+
+    def _flaw(self, expected: Sequence[Sums], load_id: str) -> str:
+        named = self.client.get("model_info")["weight_version"]
+        if named != load_id:
+            return f"the server calls what it holds {named!r}, expected {load_id!r}"
+        return flaw(
+            expected, self.client.post("weights_checker", requests.weights_checker("checksum"), SUMS_S)["ranks"]
+        )
+
+    def close(self) -> None:
+        """Whoever started the server, the room and the oracle ends them."""
+
+    # -- generation
+
+    def generate(self, prompts: Sequence[Prompt]) -> list[Completion]:
+        """For whoever has no event loop; prompts that are sampled together are answered together."""
+        for prompt in prompts:
+            self.limits.check(prompt)
+        return [_answer(self.client.post("generate", _body(prompt), SUMS_S)).completion for prompt in prompts]
+
+    async def answer(self, prompt: Prompt) -> Answer:
+        self.limits.check(prompt)
+        rid = uuid.uuid4().hex
+        try:
+            return await self._asked(_body(prompt, rid))
+        except asyncio.CancelledError:
+            self._tell("abort_request", requests.abort_request(rid))
+            raise
+
+    async def _asked(self, body: requests.Body) -> Answer:
+        url = f"{self.client.url}/generate"
+        try:
+            async with self._http().post(url, json=body, headers=self.client.headers) as reply:
+                said = await reply.read()
+                if reply.status == 400:
+                    raise Rejected(words(said.decode(errors="replace")))
+                if reply.status != 200:
+                    raise Unavailable(f"SGLang answered {reply.status}: {words(said.decode(errors='replace'))}")
+                return _answer(msgspec.json.decode(said))
+        except (aiohttp.ClientError, OSError, msgspec.DecodeError) as error:
+            raise Unavailable(f"SGLang does not answer: {error!r}") from error
+
+    def _http(self) -> aiohttp.ClientSession:
+        if self._session is None:
+            connector, forever = aiohttp.TCPConnector(limit=0), aiohttp.ClientTimeout(total=None)
+            self._session = aiohttp.ClientSession(connector=connector, timeout=forever)
+        return self._session
+
+    def _tell(self, route: str, body: requests.Body) -> None:
+        """Nobody waits for the answer."""
+        telling = asyncio.get_running_loop().run_in_executor(None, self.client.post, route, body)
+        telling.add_done_callback(_heard)
+
+    async def disconnect(self) -> None:
+        if self._session is not None:
+            await self._session.close()
+
+    async def abort(self) -> None:
+        with contextlib.suppress(TransferError):
+            await blocking(self.client.post, "abort_request", requests.abort_every_request())
+
+    async def halt(self) -> None:
+        """The server answers before its scheduler has heard of it; whatever the scheduler is asked next, it answers
+        after that."""
+        self._halted = True
+        mode = "retract" if self.inference.prefix_cache else "in_place"
+        await blocking(self.client.post, "pause_generation", requests.pause_generation(mode))  # type: ignore[arg-type]
+        await blocking(self.client.get, "server_info")
+
+    async def go_on(self) -> None:
+        self._halted = False
+        await blocking(self.client.post, "continue_generation", requests.continue_generation())
+
+
+def _heard(told: asyncio.Future[Any]) -> None:
+    if not told.cancelled() and told.exception():
+        log.info("SGLang was told, and did not hear: %s", told.exception())
+
+
+def _body(prompt: Prompt, rid: str | None = None) -> requests.Body:
+    return requests.generate(
+        prompt.ids, max_tokens=prompt.max_tokens, temperature=prompt.temperature, seed=prompt.seed, rid=rid
+    )
+
+
+def _answer(said: Any) -> Answer:
+    """Raises Unavailable for an answer that is not one: as many logprobs as ids, of the same ids, none of them NaN."""
+    try:
+        ids, meta = tuple(said["output_ids"]), said["meta_info"]
+        logprobs = [(float(logprob), token) for logprob, token, _ in meta["output_token_logprobs"]]
+        versions = tuple((str(span["version"]), span["end"] - span["start"]) for span in meta["weight_versions"])
+        reason = meta["finish_reason"]["type"]
+    except (KeyError, TypeError, ValueError) as error:
+        raise Unavailable(f"SGLang's answer is not one: {error!r}") from error
+    if tuple(token for _, token in logprobs) != ids or not all(math.isfinite(logprob) for logprob, _ in logprobs):
+        raise Unavailable("SGLang's answer is not one: its logprobs are not those of its tokens")
+    found = Completion(
+        ids=ids, logprobs=tuple(logprob for logprob, _ in logprobs), finish_reason="" if reason == "abort" else reason
+    )
+    return Answer(found, versions)

@@ -1,0 +1,156 @@
+"""An SGLang server as a process of ours: its flags, its environment, its start, its end.
+
+Knows: the configuration, one process group. Must not know: weights, requests, or the log.
+The process stays in the session of the agent's own, so that whoever cleans up after the agent finds it; on Linux the
+kernel ends it with the agent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib.util
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from consumers.reef_engine.sglang.client import Client
+from reef_bus.config import Inference
+from reef_bus.embedded import die_with_parent
+from reef_bus.errors import Rejected, TransferError, Unavailable
+from reef_bus.runner import blocking
+
+log = logging.getLogger(__name__)
+
+SHIMS = Path(__file__).parent / "cpu"
+POLL_S = 0.25
+SAY_S = 10.0
+ASK_S = 5.0  # what it gets to end by itself
+LAST_LINES = 12
+
+
+def device(asked: str) -> str:
+    """`cpu` or `cuda`; `auto` takes a GPU where there is one."""
+    if asked != "auto":
+        return asked
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def environment(device: str) -> dict[str, str]:
+    """Nothing is fetched from anywhere. Without a GPU the shims come first on the path."""
+    found = {**os.environ, "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "PYTHONWARNINGS": "ignore"}
+    if device == "cpu":
+        path = os.pathsep.join(filter(None, (str(SHIMS), os.environ.get("PYTHONPATH", ""))))
+        found |= {"PYTHONPATH": path, "SGLANG_USE_CPU_ENGINE": "1", "CUDA_VISIBLE_DEVICES": ""}
+    return found
+
+
+def model_flags(inference: Inference, folder: Path, device: str) -> list[str]:
+    """What decides how weights lie in memory: the same for the server and for whoever works out its sums."""
+    found = ["--model-path", str(folder), "--load-format", "dummy", "--skip-tokenizer-init", "--device", device]
+    found += ["--dtype", inference.dtype, "--tp-size", str(inference.tensor_parallel_size)]
+    if device == "cpu":
+        found += ["--attention-backend", "torch_native", "--sampling-backend", "pytorch", "--grammar-backend", "none"]
+        found += ["--disable-cuda-graph", "--mem-fraction-static", "0.8", "--max-total-tokens", "65536"]
+    return found + [word for name, value in inference.options.items() for word in _option(name, value)]
+
+
+def server_flags(inference: Inference, port: int, key: str, *, spans: bool) -> list[str]:
+    """`spans`: an answer may be made by several versions. The server tells them apart by what it has observed when one
+    comes, and with overlapped batches that is a token late; and it must not reuse what another version computed."""
+    found = ["--host", "127.0.0.1", "--port", str(port), "--api-key", key, "--skip-server-warmup"]
+    found += ["--max-running-requests", str(inference.max_batch)]
+    found += ["--disable-overlap-schedule"] if spans or device(inference.device) == "cpu" else []
+    return found + ([] if inference.prefix_cache else ["--disable-radix-cache"])
+
+
+def _option(name: str, value: str | int | float | bool) -> list[str]:
+    if isinstance(value, bool):
+        return [f"--{name}"] if value else []
+    return [f"--{name}", str(value)]
+
+
+def require_installed() -> None:
+    if importlib.util.find_spec("sglang") is None:
+        raise Rejected(
+            "inference.backend sglang: SGLang is not installed here; pip install 'reef-bus[sglang]' where there is a "
+            "GPU, else see docs/sglang.md"
+        )
+
+
+class Process:
+    """One server, started and not yet asked anything."""
+
+    def __init__(self, argv: list[str], device: str, out: Path) -> None:
+        """Call it in the main thread: the kernel ends the process when the thread that started it ends."""
+        self.out = out
+        with out.open("wb") as file:
+            self.process = subprocess.Popen(
+                [sys.executable, *argv],
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                env=environment(device),
+                process_group=0,
+                preexec_fn=die_with_parent,
+            )
+
+    def last_words(self) -> str:
+        with contextlib.suppress(OSError):
+            lines = self.out.read_text(errors="replace").strip().splitlines()[-LAST_LINES:]
+            return "\n".join(["", *lines, f"(the whole of it: {self.out})"])
+        return f" (its log {self.out} cannot be read)"
+
+    async def ready(self, client: Client, limit_s: float) -> None:
+        """Wait until it generates. Raises Unavailable with the end of its log when it ends, or takes longer."""
+        began = said = time.monotonic()
+        while not await blocking(_healthy, client):
+            now = time.monotonic()
+            if self.process.poll() is not None:
+                raise Unavailable(f"SGLang ended with status {self.process.returncode}:{self.last_words()}")
+            if now - began > limit_s:
+                raise Unavailable(
+                    f"SGLang did not come up within {limit_s:g} s (inference.start-s):{self.last_words()}"
+                )
+            if now - said > SAY_S:
+                said = now
+                log.info("SGLang has been starting for %.0f s; 20 to 60 are usual, see %s", now - began, self.out)
+            await asyncio.sleep(POLL_S)
+        log.info("SGLang generates after %.1f s", time.monotonic() - began)
+
+    async def ended(self) -> int:
+        """Wait until it has ended by itself; its exit status."""
+        while (status := self.process.poll()) is None:  # noqa: ASYNC110 - nobody else would set an event
+            await asyncio.sleep(POLL_S)
+        return status
+
+    def end(self) -> None:
+        """Ask it to end, then end it and whatever it started. Safe to repeat."""
+        if self.process.poll() is None:
+            self.process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(ASK_S)
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+
+def _healthy(client: Client) -> bool:
+    try:
+        client.get("health", timeout_s=5.0)
+    except (TransferError, Unavailable):
+        return False
+    return True
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])

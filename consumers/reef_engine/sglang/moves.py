@@ -1,0 +1,159 @@
+"""How a version in a room gets into a server: read from the folder, sent in the request, or broadcast by us.
+
+Knows: one client, one room, the server's update session. Must not know: whether what came of it is right. An
+update that succeeds may have loaded nothing.
+"""
+
+from __future__ import annotations
+
+import base64
+import importlib
+import io
+import itertools
+import pickle
+import threading
+from collections.abc import Iterator, Mapping
+from datetime import timedelta
+from typing import Any
+
+from consumers.reef_engine.sglang import requests
+from consumers.reef_engine.sglang.client import Client
+from consumers.reef_engine.sglang.launch import free_port
+from consumers.reef_engine.sglang.room import Room
+from reef_bus.errors import TransferError, Unavailable
+
+UPDATE_S = 300.0
+BUCKET_BYTES = 256 << 20
+"""Sent in one request; the server holds as much more while it loads them."""
+
+Tensors = Mapping[str, Any]
+
+
+def tensors(room: Room) -> Tensors:
+    """torch's views of the room: no copy."""
+    return importlib.import_module("safetensors.torch").load_file(str(room.weights))  # type: ignore[no-any-return]
+
+
+def from_disk(client: Client, room: Room, load_id: str, *, flush: bool) -> None:
+    """The server reads the room's folder. It was started with that folder, so its model path and name stay the same."""
+    body = requests.update_weights_from_disk(str(room.folder), flush=flush, version=load_id, format="auto")
+    client.post("update_weights_from_disk", body, UPDATE_S)
+
+
+def from_tensors(client: Client, room: Room, load_id: str, ranks: int, *, flush: bool) -> None:
+    """In the request itself, as bytes and nothing that is shared: what it cannot unpickle ends the server's process."""
+    with _Session(client):
+        for bucket, last in _buckets(tensors(room)):
+            said = {"flush": flush and last, "version": load_id if last else None}
+            body = requests.update_weights_from_tensor([_pickled(bucket)] * ranks, **said)  # type: ignore[arg-type]
+            client.post("update_weights_from_tensor", body, UPDATE_S)
+
+
+def broadcast(client: Client, room: Room, load_id: str, ranks: int, device: str, *, flush: bool) -> None:
+    """Through a process group of the server's ranks and us, which is made for it and ends with it."""
+    with _Group(client, ranks, device) as group, _Session(client):
+        for bucket, last in _buckets(tensors(room)):
+            layout = {name: (str(each.dtype).removeprefix("torch."), each.shape) for name, each in bucket.items()}
+            body = requests.update_weights_from_distributed(
+                layout, group=group.name, flush=flush and last, version=load_id if last else None
+            )
+            group.send(bucket, lambda body=body: client.post("update_weights_from_distributed", body, UPDATE_S))
+
+
+class _Session:
+    """An update session: whatever happens in it, it is ended."""
+
+    def __init__(self, client: Client) -> None:
+        self.client = client
+
+    def __enter__(self) -> None:
+        self.client.post("begin_weight_update", requests.begin_weight_update())
+
+    def __exit__(self, *_: object) -> None:
+        self.client.post("end_weight_update", requests.end_weight_update())
+
+
+def _buckets(found: Tensors) -> Iterator[tuple[dict[str, Any], bool]]:
+    """And whether it is the last one."""
+    bucket: dict[str, Any] = {}
+    size = 0
+    for name, tensor in found.items():
+        if bucket and size + tensor.nbytes > BUCKET_BYTES:
+            yield bucket, False
+            bucket, size = {}, 0
+        bucket[name] = tensor
+        size += tensor.nbytes
+    yield bucket, True
+
+
+def _pickled(bucket: Mapping[str, Any]) -> str:
+    out = io.BytesIO()
+    pickle.dump(list(bucket.items()), out)
+    return base64.b64encode(out.getvalue()).decode()
+
+
+class _Group:
+    """Rank 0 of a group whose other ranks are the server's."""
+
+    _numbers = itertools.count(1)
+
+    def __init__(self, client: Client, ranks: int, device: str) -> None:
+        self.client, self.ranks, self.device = client, ranks, device
+        self.name = f"reef-{next(self._numbers)}"
+        self.backend = "nccl" if device == "cuda" else "gloo"
+        self._group: Any = None
+
+    def __enter__(self) -> _Group:
+        port = free_port()
+        body = requests.init_weights_update_group(
+            "127.0.0.1", port, offset=1, size=self.ranks + 1, group=self.name, backend=self.backend
+        )
+        _both(lambda: self.client.post("init_weights_update_group", body, UPDATE_S), lambda: self._join(port))
+        return self
+
+    def _join(self, port: int) -> None:
+        """As the server's ranks do it (`init_custom_process_group`), for which torch has no public call: a group beside
+        the default one, which we do not have."""
+        c10d = importlib.import_module("torch.distributed.distributed_c10d")
+        size, limit = self.ranks + 1, timedelta(seconds=UPDATE_S)
+        store = c10d.PrefixStore(self.name, c10d.TCPStore("127.0.0.1", port, size, is_master=True, timeout=limit))
+        self._group, _ = c10d._new_process_group_helper(
+            size, 0, [], c10d.Backend(self.backend), store, group_name=self.name, timeout=limit
+        )
+        c10d._world.pg_group_ranks[self._group] = {rank: rank for rank in range(size)}
+
+    def send(self, bucket: Mapping[str, Any], ask: Any) -> None:
+        _both(ask, lambda: self._broadcast(bucket))
+
+    def _broadcast(self, bucket: Mapping[str, Any]) -> None:
+        broadcast = importlib.import_module("torch.distributed").broadcast
+        moved = [
+            broadcast(tensor.to(self.device), src=0, group=self._group, async_op=True) for tensor in bucket.values()
+        ]
+        for each in moved:
+            each.wait()
+
+    def __exit__(self, *_: object) -> None:
+        self.client.post("destroy_weights_update_group", requests.destroy_weights_update_group(self.name))
+        importlib.import_module("torch.distributed").destroy_process_group(self._group)
+
+
+def _both(ask: Any, do: Any) -> None:
+    """Ask the server for something that it can only do together with us."""
+    failed: list[BaseException] = []
+
+    def asked() -> None:
+        try:
+            ask()
+        except (TransferError, Unavailable) as error:
+            failed.append(error)
+
+    asking = threading.Thread(target=asked, name="reef-sglang-update", daemon=True)
+    asking.start()
+    try:
+        do()
+    except RuntimeError as error:  # what torch raises
+        failed.append(TransferError("closed", f"the group with the server broke: {error}"))
+    asking.join()
+    if failed:
+        raise failed[0]

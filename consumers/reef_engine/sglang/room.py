@@ -1,0 +1,84 @@
+"""Where versions for a server are received: a model folder of which the weights file is mapped, and written in place.
+
+Knows: safetensors' layout, one folder. Must not know: who writes, or who reads the folder afterwards.
+In shared memory, so that the server, and whoever works out its sums, read it without a disk.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import mmap
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+from reef_bus.backends import Layout, Piece, Pieces
+from reef_bus.errors import TransferError
+from reef_bus.safetensors_file import laid_out
+
+WEIGHTS = "model.safetensors"
+SHARED = Path("/dev/shm")
+
+
+class Room:
+    """One engine's. Its folder has the model's configuration from the beginning; weights, once it was made to fit."""
+
+    def __init__(self, model: Path, folder: Path) -> None:
+        """`folder` is ours alone, and whatever an earlier boot left there is gone."""
+        self.folder = folder
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True, mode=0o700)
+        for file in model.iterdir():
+            if (
+                file.is_file()
+                and file.suffix not in (".safetensors", ".bin", ".pt", ".gguf")
+                and "index" not in file.name
+            ):
+                shutil.copy2(file, folder / file.name)
+        self._layouts: dict[str, Layout] = {}
+        self._pieces: Pieces = {}
+
+    @property
+    def weights(self) -> Path:
+        return self.folder / WEIGHTS
+
+    def fit(self, layouts: Mapping[str, Layout]) -> Pieces:
+        """Writable views for tensors of these layouts: the same ones, as long as they are asked for the same."""
+        if dict(layouts) != self._layouts:
+            self._make(layouts)
+        return self._pieces
+
+    def _make(self, layouts: Mapping[str, Layout]) -> None:
+        self._layouts, self._pieces = {}, {}
+        file = laid_out(layouts)
+        try:
+            view = self._mapped(file.head, file.nbytes)
+        except OSError as error:
+            raise TransferError(
+                "memory", f"no room for {file.nbytes} bytes in {self.folder}: {error.strerror}"
+            ) from error
+        tensors = view[len(file.head) :]
+        self._pieces = {
+            name: Piece(span.dtype, span.shape, tensors[slice(*span.data_offsets)]) for name, span in file.spans.items()
+        }
+        self._layouts = dict(layouts)
+
+    def _mapped(self, head: bytes, nbytes: int) -> memoryview:
+        self.weights.unlink(missing_ok=True)
+        with self.weights.open("w+b") as file:
+            os.posix_fallocate(file.fileno(), 0, nbytes)
+            file.write(head)
+            file.flush()
+            return memoryview(mmap.mmap(file.fileno(), nbytes))
+
+    def close(self) -> None:
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def place(state_dir: Path, engine: str) -> Path:
+    """One folder for each engine of a deployment, in shared memory where the system has it."""
+    if not SHARED.is_dir():
+        return state_dir / "run" / f"{engine}.room"
+    whose = hashlib.sha256(str(state_dir.resolve()).encode()).hexdigest()[:16]
+    return SHARED / f"reef-{whose}-{engine}"

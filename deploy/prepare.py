@@ -234,7 +234,8 @@ def keep(text: str) -> str:
 def explain(output: str) -> str:
     """What pip's output means for a person, and what to do next."""
     if DISK_FULL.search(output) or shutil.disk_usage(ENVIRONMENT).free < 16 << 20:
-        return f"the disk is full ({ENVIRONMENT}, or {tempfile.gettempdir()}): free about 3 GiB, then call make again"
+        room = "5 GiB" if "sglang" in ENVIRONMENT.name else "3 GiB"
+        return f"the disk is full ({ENVIRONMENT}, or {tempfile.gettempdir()}): free about {room}, then call make again"
     if NO_NETWORK.search(output):
         return "the package index does not answer: check the network or the proxy, then call make again"
     if missing := NO_BUILD.search(output):

@@ -6,8 +6,8 @@
 set -u
 cd "$(dirname "$0")/.." || exit 1
 
-venv=.venv
-[ "${1:-}" = --into ] && venv=$2 && shift 2
+venv=.venv room=3
+[ "${1:-}" = --into ] && venv=$2 room=5 && shift 2
 
 fail() {
     printf 'make: %s\n' "$1" >&2
@@ -73,7 +73,7 @@ interpreter() {
             continue
         fi
         create "$candidate" && return 0
-        [ "$(free_kib)" -gt 102400 ] || fail "the disk that holds $(pwd -P) is full: free about 3 GiB, then call make again"
+        [ "$(free_kib)" -gt 102400 ] || fail "the disk that holds $(pwd -P) is full: free about $room GiB, then call make again"
         found="$found $candidate (makes no virtual environment),"
     done
     fail "needs Python 3.11 or newer that can make a virtual environment; found:${found:- none,} so install one: $(install_line)"
@@ -82,6 +82,6 @@ interpreter() {
 if ! reusable; then
     echo "step 1 of 4: python, usually 3–10 s"
     interpreter
-    pwd -P >"$venv/reef-home" || fail "the disk that holds $(pwd -P) is full: free about 3 GiB, then call make again"
+    pwd -P >"$venv/reef-home" || fail "the disk that holds $(pwd -P) is full: free about $room GiB, then call make again"
 fi
 exec "$venv/bin/python" deploy/prepare.py "$@"

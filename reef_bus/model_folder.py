@@ -21,7 +21,7 @@ QWEN3 = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "use_slid
 
 
 def hugging_face_config(config: PolicyConfig) -> dict[str, Any]:
-    """What config.json says of a policy. No token begins or ends a text: the readers' own defaults are other models'."""
+    """What config.json says of a policy. No token begins or ends a text, which readers would otherwise assume."""
     return {
         **(QWEN3 if config.qk_norm else LLAMA),
         "vocab_size": config.vocab,

@@ -14,7 +14,7 @@ from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any
 
-UNPINNED = ("tensor", "empty", "zeros", "ones", "arange")
+UNPINNED = ("tensor", "zeros")  # those that --lora-backend torch_native calls
 
 
 class OnImport(MetaPathFinder):

@@ -1,13 +1,15 @@
 # Two ways in: `make demo` and `make test`. Both prepare .venv first; the second call finds its stamp and starts at once.
+# `make test-sglang` has an environment of its own, .venv-sglang: SGLang brings 2 GB that nothing else here needs.
 # PYTHON=python3.13 chooses the interpreter; ARGS="…" goes to what is run, e.g. make demo ARGS="--releases 3".
 
 BIN := .venv/bin
+SGLANG := .venv-sglang
 PYTHON ?=
 ARGS ?=
 export PYTHON
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format kill-matrix simulate bench bench-baselines schemas clean prepare-demo prepare-dev prepare-bench
+.PHONY: help demo test test-sglang lint format kill-matrix simulate bench bench-baselines schemas clean prepare-demo prepare-dev prepare-bench prepare-sglang
 
 help:  ## what there is
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-15s %s\n", $$1, $$2}' Makefile
@@ -18,6 +20,9 @@ demo: prepare-demo  ## a policy that learns while it serves, every version throu
 # A worker that ends is not replaced: pytest-xdist 3.8 would then wait for ever under loadfile.
 test: lint $(if $(ARGS),,simulate)  ## lint, types, import rules, 2,000 simulated seeds, then the tests with a coverage report
 	@$(BIN)/python -m pytest -n 2 --dist loadfile --max-worker-restart=0 --cov --cov-report=term --durations=20 --durations-min=5 $(ARGS)
+
+test-sglang: prepare-sglang  ## an unmodified SGLang server on this CPU, driven by our engine; x86-64 Linux
+	@$(SGLANG)/bin/python -m pytest -q tests/sglang $(ARGS)
 
 lint: prepare-dev  ## ruff, mypy, import-linter
 	@$(BIN)/ruff check .
@@ -44,8 +49,8 @@ bench-baselines: prepare-bench  ## our deployment and three patterns that others
 schemas: prepare-dev  ## write schemas/ from reef_bus/events.py
 	@$(BIN)/python -m reef_bus.contracts generate $(ARGS)
 
-clean:  ## remove .venv and what the tools left
-	@rm -rf .venv build dist htmlcov .coverage .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+clean:  ## remove the environments and what the tools left
+	@rm -rf .venv $(SGLANG) build dist htmlcov .coverage .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
 	@find reef_bus consumers tests deploy -name __pycache__ -prune -exec rm -rf {} +
 
 prepare-demo:
@@ -56,3 +61,6 @@ prepare-dev:
 
 prepare-bench:
 	@sh deploy/prepare.sh demo dev bench
+
+prepare-sglang:
+	@sh deploy/prepare.sh --into $(SGLANG) demo test --sglang

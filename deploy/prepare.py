@@ -27,6 +27,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 PROJECT = ROOT / "pyproject.toml"
 CONSTRAINTS = ROOT / "deploy" / "constraints.txt"
+SGLANG = ROOT / "deploy" / "sglang-cpu.txt"
 ENVIRONMENT = Path(sys.prefix)
 LOG = ENVIRONMENT / "prepare.log"
 CPU_BUILDS = "https://download.pytorch.org/whl/cpu"
@@ -52,9 +53,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("extras", nargs="+", help="extras of pyproject.toml, e.g. demo dev")
     parser.add_argument("--wheel", type=Path, help="install this wheel instead of the checkout")
+    parser.add_argument("--sglang", action="store_true", help="with SGLang for a CPU: deploy/sglang-cpu.txt")
     args = parser.parse_args()
     try:
-        prepare(args.extras, args.wheel)
+        prepare(args.extras, args.wheel, args.sglang)
     except Stopped as stopped:
         print(f"make: {stopped}", file=sys.stderr)
         return 1
@@ -64,15 +66,17 @@ def main() -> int:
     return 0
 
 
-def prepare(extras: list[str], wheel: Path | None) -> None:
+def prepare(extras: list[str], wheel: Path | None, sglang: bool) -> None:
     """Leaves the environment with `extras` installed, or raises. Returns at once where stamps say it has them."""
-    stamp = inputs(wheel)
+    stamp = inputs(*([wheel] if wheel else []), *([SGLANG] if sglang else []))
     if all(stamped(extra) == stamp for extra in extras):
         return
+    if sglang:
+        demand_sglangs_platform()
     with one_at_a_time():
         install_torch()
         if wheel is None:
-            install_packages(extras)
+            install_packages(extras, sglang)
             if "dev" in extras:
                 install_ucx()
             install_checkout()
@@ -82,10 +86,10 @@ def prepare(extras: list[str], wheel: Path | None) -> None:
             stamp_of(extra).write_text(stamp)
 
 
-def inputs(wheel: Path | None) -> str:
+def inputs(*more: Path) -> str:
     """Digest of everything that decides what is installed: change one, and the next call installs again."""
     digest = hashlib.sha256()
-    for path in (PROJECT, CONSTRAINTS, Path(__file__), *([wheel] if wheel else [])):
+    for path in (PROJECT, CONSTRAINTS, Path(__file__), *more):
         digest.update(hashlib.sha256(path.read_bytes()).digest())
     digest.update(f"{sys.version} {sys.prefix}".encode())
     return digest.hexdigest()
@@ -122,10 +126,23 @@ def install_torch() -> None:
     print(f"  {requirement}: {source}; " + (f"{grown} MiB installed" if grown > 1 else "was there already"))
 
 
-def install_packages(extras: Iterable[str]) -> None:
-    say(3, "packages", "10–40 s")
+def install_packages(extras: Iterable[str], sglang: bool) -> None:
+    say(3, *(("packages and SGLang (1.9 GB)", "60–120 s") if sglang else ("packages", "10–40 s")))
     builder = tomllib.loads(PROJECT.read_text())["build-system"]["requires"]
     pip("install", "--constraint", str(CONSTRAINTS), *builder, *requirements(extras))
+    if sglang:
+        pip("install", "--no-deps", "--constraint", str(CONSTRAINTS), "--requirement", str(SGLANG))
+
+
+def demand_sglangs_platform() -> None:
+    """Said before anything is downloaded: pip would name one package after the other that has no build."""
+    libc, version = platform.libc_ver()
+    here = (sys.platform, platform.machine(), libc)
+    if here != ("linux", "x86_64", "glibc") or tuple(map(int, version.split("."))) < (2, 34):
+        found = f"{platform.system()} {platform.machine()}, {libc or 'no glibc'} {version}".strip()
+        raise Stopped(
+            f"SGLang {pinned('sglang', SGLANG)} has no build for {found}: its tests need x86-64 Linux, glibc 2.34"
+        )
 
 
 def install_ucx() -> None:
@@ -164,10 +181,10 @@ def requirements(extras: Iterable[str]) -> Iterator[str]:
         seen.add(extra)
 
 
-def pinned(name: str) -> str:
-    found = re.search(rf"^{name}==(\S+)", CONSTRAINTS.read_text(), re.MULTILINE)
+def pinned(name: str, where: Path = CONSTRAINTS) -> str:
+    found = re.search(rf"^{name}==(\S+)", where.read_text(), re.MULTILINE)
     if found is None:
-        raise Stopped(f"{CONSTRAINTS} pins no {name}; expected a line {name}==…")
+        raise Stopped(f"{where} pins no {name}; expected a line {name}==…")
     return found[1]
 
 
@@ -217,7 +234,8 @@ def keep(text: str) -> str:
 def explain(output: str) -> str:
     """What pip's output means for a person, and what to do next."""
     if DISK_FULL.search(output) or shutil.disk_usage(ENVIRONMENT).free < 16 << 20:
-        return f"the disk is full ({ENVIRONMENT}, or {tempfile.gettempdir()}): free about 3 GiB, then call make again"
+        room = "5 GiB" if "sglang" in ENVIRONMENT.name else "3 GiB"
+        return f"the disk is full ({ENVIRONMENT}, or {tempfile.gettempdir()}): free about {room}, then call make again"
     if NO_NETWORK.search(output):
         return "the package index does not answer: check the network or the proxy, then call make again"
     if missing := NO_BUILD.search(output):

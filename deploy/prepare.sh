@@ -1,9 +1,13 @@
 #!/bin/sh
-# Step 1 of 4: makes .venv from the first Python that can, then hands over to prepare.py, which fills it.
+# Step 1 of 4: makes an environment from the first Python that can, then hands over to prepare.py, which fills it.
+# `--into FOLDER` first names another one than .venv.
 # Knows: where interpreters hide, and how each distribution installs one. POSIX sh, so that Alpine and macOS run it.
 # Must not know: packages, extras, pins.
 set -u
 cd "$(dirname "$0")/.." || exit 1
+
+venv=.venv room=3
+[ "${1:-}" = --into ] && venv=$2 room=5 && shift 2
 
 fail() {
     printf 'make: %s\n' "$1" >&2
@@ -20,16 +24,16 @@ version() {
 
 # A virtual environment breaks when its checkout moves (scripts and the editable install name it) or its interpreter goes.
 reusable() {
-    [ -x .venv/bin/python ] && new_enough .venv/bin/python || return 1
-    [ -f .venv/reef-home ] && [ "$(cat .venv/reef-home)" = "$(pwd -P)" ] || return 1
-    [ -z "${PYTHON:-}" ] || [ "$(version "$PYTHON")" = "$(version .venv/bin/python)" ]
+    [ -x "$venv/bin/python" ] && new_enough "$venv/bin/python" || return 1
+    [ -f "$venv/reef-home" ] && [ "$(cat "$venv/reef-home")" = "$(pwd -P)" ] || return 1
+    [ -z "${PYTHON:-}" ] || [ "$(version "$PYTHON")" = "$(version "$venv/bin/python")" ]
 }
 
 # Only the attempt tells: distributions ship `venv` without `ensurepip`, and version managers ship names without a Python.
 create() {
-    rm -rf .venv
-    "$1" -m venv .venv >/dev/null 2>&1 && .venv/bin/python -m pip --version >/dev/null 2>&1 && return 0
-    rm -rf .venv
+    rm -rf "$venv"
+    "$1" -m venv "$venv" >/dev/null 2>&1 && "$venv/bin/python" -m pip --version >/dev/null 2>&1 && return 0
+    rm -rf "$venv"
     return 1
 }
 
@@ -69,7 +73,7 @@ interpreter() {
             continue
         fi
         create "$candidate" && return 0
-        [ "$(free_kib)" -gt 102400 ] || fail "the disk that holds $(pwd -P) is full: free about 3 GiB, then call make again"
+        [ "$(free_kib)" -gt 102400 ] || fail "the disk that holds $(pwd -P) is full: free about $room GiB, then call make again"
         found="$found $candidate (makes no virtual environment),"
     done
     fail "needs Python 3.11 or newer that can make a virtual environment; found:${found:- none,} so install one: $(install_line)"
@@ -78,6 +82,6 @@ interpreter() {
 if ! reusable; then
     echo "step 1 of 4: python, usually 3–10 s"
     interpreter
-    pwd -P >.venv/reef-home || fail "the disk that holds $(pwd -P) is full: free about 3 GiB, then call make again"
+    pwd -P >"$venv/reef-home" || fail "the disk that holds $(pwd -P) is full: free about $room GiB, then call make again"
 fi
-exec .venv/bin/python deploy/prepare.py "$@"
+exec "$venv/bin/python" deploy/prepare.py "$@"

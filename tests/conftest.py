@@ -1,10 +1,11 @@
 """What every test shares: two cores, no luck.
 
-Knows: pytest's and hypothesis' settings. Must not know: any module of the project.
+Knows: pytest's and hypothesis' settings, and that SGLang is seldom installed. Must not know: any module of the project.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import shutil
 
@@ -22,6 +23,9 @@ if os.path.isdir(SHM) and shutil.disk_usage(SHM).free > ROOM:
 # No deadline, because a shared machine stalls; derandomized, because a run that failed must fail again.
 settings.register_profile("reef", deadline=None, derandomize=True)
 settings.load_profile("reef")
+
+# Its environment is another one, see `make test-sglang`; not skipped, because in this one nobody can mend that.
+collect_ignore = [] if importlib.util.find_spec("sglang") else ["sglang"]
 
 UNCOVERED = ("simulation", "integration", "property")
 """What runs long, or in other processes, which are not measured anyway: measuring costs as much again."""

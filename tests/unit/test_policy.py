@@ -1,6 +1,6 @@
 """The policy's arithmetic, its sampler and its bytes, against values derived without it.
 
-Knows: Hugging Face's parameter names and Llama's formulas (in numpy). Must not know: rewards, backends.
+Knows: Hugging Face's parameter names, Llama's and Qwen3's formulas (in numpy). Must not know: rewards, backends.
 """
 
 from __future__ import annotations
@@ -18,13 +18,15 @@ from reef_bus.errors import ContractError, Rejected
 from reef_bus.policy import Cache, Policy, PolicyConfig, fill, new_policy, pieces, sample, sample_with
 
 CONFIG = PolicyConfig()
+QWEN3 = PolicyConfig(qk_norm=True)
+KINDS = pytest.mark.parametrize("config", [CONFIG, QWEN3], ids=["llama", "qwen3"])
 PROMPTS = torch.tensor([[11, 3, 10], [11, 8, 10]])
 Array = npt.NDArray[np.float64]
 
 
-def noisy(seed: int) -> Policy:
+def noisy(seed: int, config: PolicyConfig = CONFIG) -> Policy:
     """A policy far from uniform, norms included, so that a mistake in any of its parts shows."""
-    policy, generator = new_policy(CONFIG, seed), torch.Generator().manual_seed(seed)
+    policy, generator = new_policy(config, seed), torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in policy.parameters():
             parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.2)
@@ -59,8 +61,23 @@ def test_parameters_carry_hugging_face_names_and_shapes() -> None:
     assert sum(math.prod(shape) for shape in shapes.values()) == 76_096
 
 
-def test_an_unfilled_policy_is_nan_everywhere() -> None:
-    assert all(bool(parameter.isnan().all()) for parameter in Policy(CONFIG).parameters())
+def test_a_qwen3_has_two_norms_more_in_every_layer() -> None:
+    """2 layers with 2 norms of one head's 16 dimensions: 64 parameters more."""
+    llama, qwen3 = ({n: tuple(t.shape) for n, t in Policy(c).state_dict().items()} for c in (CONFIG, QWEN3))
+    norms = {f"model.layers.{i}.self_attn.{name}_norm.weight": (16,) for i in range(2) for name in ("q", "k")}
+    assert qwen3 == llama | norms
+    assert sum(math.prod(shape) for shape in qwen3.values()) == 76_096 + 64
+
+
+def test_a_qwen3_starts_from_the_llama_of_its_seed_with_norms_of_one() -> None:
+    llama, qwen3 = (dict(new_policy(config, 5).named_parameters()) for config in (CONFIG, QWEN3))
+    assert all(torch.equal(qwen3[name], parameter) for name, parameter in llama.items())
+    assert all(bool((qwen3[name] == 1).all()) for name in qwen3.keys() - llama.keys())
+
+
+@KINDS
+def test_an_unfilled_policy_is_nan_everywhere(config: PolicyConfig) -> None:
+    assert all(bool(parameter.isnan().all()) for parameter in Policy(config).parameters())
 
 
 def test_a_seed_decides_the_bytes_and_global_generators_are_left_alone() -> None:
@@ -92,16 +109,29 @@ def test_a_shape_that_does_not_divide_is_refused(wrong: dict[str, int]) -> None:
         PolicyConfig(**wrong)
 
 
-def test_logits_equal_llama_written_out_in_numpy() -> None:
-    policy = noisy(1)
+@KINDS
+def test_logits_equal_the_model_written_out_in_numpy(config: PolicyConfig) -> None:
+    policy = noisy(1, config)
     weights = {name: p.detach().numpy().astype(np.float64) for name, p in policy.named_parameters()}
     ids = [11, 4, 7, 10, 7, 7]
     with torch.no_grad():
         found = policy(torch.tensor([ids]))[0].numpy()
-    np.testing.assert_allclose(found, llama(weights, ids), rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(found, written_out(weights, ids), rtol=1e-4, atol=1e-4)
 
 
-def llama(weights: dict[str, Array], ids: list[int]) -> Array:
+def test_the_norm_of_a_head_is_taken_before_it_is_rotated_and_forgets_its_length() -> None:
+    """Queries of any length are one query; in a Llama they are not. Scaling by 4 is exact."""
+    ids = torch.tensor([[11, 4, 7, 10, 7, 7]])
+    for config, same in ((QWEN3, True), (CONFIG, False)):
+        policy = noisy(7, config)
+        with torch.no_grad():
+            before = policy(ids)
+            for layer in policy.model.layers:
+                layer.self_attn.q_proj.weight.mul_(4)
+            assert torch.allclose(policy(ids), before, atol=1e-3) is same
+
+
+def written_out(weights: dict[str, Array], ids: list[int]) -> Array:
     """One sequence, head by head, position by position: slow and plain on purpose."""
     x = weights["model.embed_tokens.weight"][ids]
     for layer in range(2):
@@ -123,6 +153,8 @@ def attention(w: dict[str, Array], x: Array) -> Array:
         own, shared = slice(head * 16, head * 16 + 16), slice(head // 2 * 16, head // 2 * 16 + 16)
         q, k = x @ w["self_attn.q_proj.weight"][own].T, x @ w["self_attn.k_proj.weight"][shared].T
         v = x @ w["self_attn.v_proj.weight"][shared].T
+        if "self_attn.q_norm.weight" in w:
+            q, k = norm(q, w["self_attn.q_norm.weight"]), norm(k, w["self_attn.k_norm.weight"])
         for t in range(len(x)):
             scores = np.array([turn(q[t], t) @ turn(k[s], s) / 4 for s in range(t + 1)])
             share = np.exp(scores - scores.max())
@@ -136,10 +168,11 @@ def turn(x: Array, position: int) -> Array:
     return np.concatenate((pairs.real, pairs.imag))
 
 
-def test_the_cache_changes_nothing_but_the_cost() -> None:
-    policy, ids = noisy(2), torch.tensor([[11, 4, 10, 4, 15, 4], [11, 9, 10, 0, 1, 2]])
+@KINDS
+def test_the_cache_changes_nothing_but_the_cost(config: PolicyConfig) -> None:
+    policy, ids = noisy(2, config), torch.tensor([[11, 4, 10, 4, 15, 4], [11, 9, 10, 0, 1, 2]])
     with torch.no_grad():
-        whole, cache = policy(ids), Cache(CONFIG, 2, 6)
+        whole, cache = policy(ids), Cache(config, 2, 6)
         steps = [policy(part, cache) for part in (ids[:, :3], ids[:, 3:4], ids[:, 4:5], ids[:, 5:])]
     torch.testing.assert_close(torch.cat(steps, 1), whole, rtol=1e-5, atol=1e-5)
 

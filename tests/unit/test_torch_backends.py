@@ -228,6 +228,19 @@ class TestTrainer:
         assert whole_digest(trainer, there) == whole_digest(trainer, here)
         assert list(trainer.weights(resumed)) == list(loaded().live())
 
+    def test_a_qwen3_is_trained_saved_and_loaded_like_a_llama(self, tmp_path: Path) -> None:
+        """Its norms are parameters like all others: each moves, and comes back with both of its moments."""
+        trainer = TorchTrainer(PolicyConfig(qk_norm=True))
+        start = trainer.initial()
+        state, _ = trainer.train(start, batch(), 0)
+        norms = [name for name in state.weights if name.endswith(("q_norm.weight", "k_norm.weight"))]
+        assert len(norms) == 4
+        assert not any(torch.equal(state.weights[name], start.weights[name]) for name in norms)
+        resumed = trainer.load(*saved(trainer, state, tmp_path))
+        assert whole_digest(trainer, resumed) == whole_digest(trainer, state)
+        with pytest.raises(ContractError, match="k_norm"):
+            TorchTrainer().load(tmp_path / "weights", None)
+
     def test_weights_alone_start_a_fresh_optimizer(self, tmp_path: Path) -> None:
         trainer = TorchTrainer()
         state, _ = trainer.train(trainer.initial(), batch(), 0)
@@ -373,9 +386,10 @@ def judge(asked: Sequence[tuple[int, Prompt]], answers: Sequence[Completion]) ->
     ]
 
 
-def learn(seed: int, versions: int) -> list[dict[str, float]]:
-    trainer, chance = TorchTrainer(hyper=Hyper(seed=seed)), random.Random(seed)
-    state, engine, history = trainer.initial(), loaded(), []
+def learn(seed: int, versions: int, config: PolicyConfig = CONFIG) -> list[dict[str, float]]:
+    trainer, chance = TorchTrainer(config, Hyper(seed=seed)), random.Random(seed)
+    state, engine, history = trainer.initial(), TorchEngine(config), []
+    engine.start()
     for version in range(versions):
         push(trainer.weights(state), engine.live())
         asked = ask(chance, version)
@@ -384,8 +398,9 @@ def learn(seed: int, versions: int) -> list[dict[str, float]]:
     return history
 
 
-def test_trainer_and_engine_learn_the_digit_task() -> None:
-    rewards = [metrics["reward_mean"] for metrics in learn(seed=0, versions=24)]
+@pytest.mark.parametrize("config", [CONFIG, PolicyConfig(qk_norm=True)], ids=["llama", "qwen3"])
+def test_trainer_and_engine_learn_the_digit_task(config: PolicyConfig) -> None:
+    rewards = [metrics["reward_mean"] for metrics in learn(seed=0, versions=24, config=config)]
     assert rewards[0] < 0.2
     assert min(rewards[-2:]) > 0.9
 

@@ -1,0 +1,43 @@
+"""What the tests of SGLang share: the installed package, made importable on a CPU as a server's process makes it.
+
+Knows: the folder of shims, and that SGLang's imports warn. Must not know: what is tested.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import consumers.reef_engine.sglang as ours
+
+CPU = Path(ours.__file__).parent / "cpu"
+
+# Read when sglang and transformers are imported; nothing here may ask the network for a model.
+os.environ |= {"SGLANG_USE_CPU_ENGINE": "1", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
+
+
+@pytest.fixture(scope="session")
+def imported() -> Callable[[str], ModuleType]:
+    """Imports a module of SGLang, or of what it brings. Their own deprecations are not our errors."""
+    _run_shims()
+
+    def load(name: str) -> ModuleType:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return importlib.import_module(name)
+
+    return load
+
+
+def _run_shims() -> None:
+    """Python would do it at its start, were the folder on PYTHONPATH. This process has a sitecustomize already."""
+    spec = importlib.util.spec_from_file_location("shims", CPU / "sitecustomize.py")
+    assert spec is not None and spec.loader is not None
+    spec.loader.exec_module(importlib.util.module_from_spec(spec))

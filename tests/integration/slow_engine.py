@@ -14,7 +14,7 @@ from typing import Any
 from consumers.reef_engine import role
 from consumers.reef_engine.torch_backend import TorchEngine
 from reef_bus.backends import Generation, InferenceBackend, Prompt, Stop
-from reef_bus.config import Config, load
+from reef_bus.config import load
 
 TOKEN_S = 0.1
 
@@ -28,12 +28,12 @@ class Slow(TorchEngine):
         return super().generate_until(prompts, later, kept)
 
 
-def _slow(config: Config) -> InferenceBackend:
+def _slow() -> InferenceBackend:
     engine = Slow()
     engine.start()
     return engine
 
 
 if __name__ == "__main__":
-    role._backend = _slow
+    role._torch = _slow
     sys.exit(role.run(load(Path(sys.argv[1])), sys.argv[2]))

@@ -12,7 +12,7 @@ import contextlib
 import logging
 import math
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -71,8 +71,18 @@ class SGLangEngine(ContinuousBackend):
     pauses = PAUSES
     apart = True
 
-    def __init__(self, inference: Inference, client: Client, room: Room, oracle: Oracle, device: str) -> None:
-        self.inference, self.client, self.room_, self.oracle, self.device = inference, client, room, oracle, device
+    def __init__(
+        self,
+        inference: Inference,
+        client: Client,
+        room: Room,
+        oracle: Oracle,
+        device: str,
+        died: Callable[[str], None],
+    ) -> None:
+        """`died` is told why the server is of no use any more; what it does ends the boot."""
+        self.inference, self.client, self.room_, self.oracle = inference, client, room, oracle
+        self.device, self.died = device, died
         self.limits = Limits.of(room.folder)
         self._expected: dict[str, list[Sums]] = {}
         self._session: aiohttp.ClientSession | None = None
@@ -97,13 +107,19 @@ class SGLangEngine(ContinuousBackend):
     def take(self, load_id: str) -> None:
         """What was computed with the old weights goes, but for what is halted in place without a prefix cache."""
         ranks, flush = self.inference.tensor_parallel_size, not (self._halted and not self.inference.prefix_cache)
-        match self.inference.update:
-            case "disk":
-                moves.from_disk(self.client, self.room_, load_id, flush=flush)
-            case "tensors":
-                moves.from_tensors(self.client, self.room_, load_id, ranks, flush=flush)
-            case _:
-                moves.broadcast(self.client, self.room_, load_id, ranks, self.device, flush=flush)
+        try:
+            match self.inference.update:
+                case "disk":
+                    moves.from_disk(self.client, self.room_, load_id, flush=flush)
+                case "tensors":
+                    moves.from_tensors(self.client, self.room_, load_id, ranks, flush=flush)
+                case _:
+                    moves.broadcast(self.client, self.room_, load_id, ranks, self.device, flush=flush)
+        except TransferError:
+            raise  # the server has heard us, and says no
+        except Exception as error:
+            self.died(f"the server may still wait for an update that broke off: {error!r}")
+            raise Unavailable(str(error)) from error
 
     def proof(self, manifest: str, load_id: str) -> Proof:
         expected = self._expected.get(manifest)

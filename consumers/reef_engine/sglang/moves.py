@@ -115,8 +115,9 @@ class _Group:
         """As the server's ranks do it (`init_custom_process_group`), for which torch has no public call: a group beside
         the default one, which we do not have."""
         c10d = importlib.import_module("torch.distributed.distributed_c10d")
+        store_of = importlib.import_module("torch.distributed").TCPStore
         size, limit = self.ranks + 1, timedelta(seconds=UPDATE_S)
-        store = c10d.PrefixStore(self.name, c10d.TCPStore("127.0.0.1", port, size, is_master=True, timeout=limit))
+        store = c10d.PrefixStore(self.name, store_of("127.0.0.1", port, size, is_master=True, timeout=limit))
         self._group, _ = c10d._new_process_group_helper(
             size, 0, [], c10d.Backend(self.backend), store, group_name=self.name, timeout=limit
         )
@@ -152,8 +153,8 @@ def _both(ask: Any, do: Any) -> None:
     asking.start()
     try:
         do()
-    except RuntimeError as error:  # what torch raises
-        failed.append(TransferError("closed", f"the group with the server broke: {error}"))
+    except Exception as error:  # without us the server would wait as long as its own deadline lets it
+        raise Unavailable(f"the group with the server broke: {error!r}") from error
     asking.join()
     if failed:
         raise failed[0]

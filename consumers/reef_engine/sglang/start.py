@@ -48,7 +48,7 @@ async def start(config: Config, me: Me, died: Callable[[str], None], stack: cont
     stack.callback(server.end)
     client = Client(f"http://127.0.0.1:{port}", me.boot)
     await server.ready(client, inference.start_s)
-    engine = SGLangEngine(inference, client, room, oracle, where)
+    engine = SGLangEngine(inference, client, room, oracle, where, died)
     stack.push_async_callback(engine.disconnect)
     watching = asyncio.create_task(_watch(server, died))
     stack.callback(watching.cancel)

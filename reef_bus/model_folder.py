@@ -13,6 +13,7 @@ import msgspec
 
 from reef_bus.backends import Pieces
 from reef_bus.checkpoint import write_checkpoint
+from reef_bus.errors import Rejected
 from reef_bus.policy import RMS_EPS, PolicyConfig
 
 CONFIG = "config.json"
@@ -51,3 +52,28 @@ def write_model_folder(folder: Path, config: PolicyConfig, weights: Pieces | Non
         write_checkpoint(folder, weights)
     text = msgspec.json.format(msgspec.json.encode(hugging_face_config(config)), indent=2)
     (folder / CONFIG).write_bytes(text + b"\n")
+
+
+def read_policy_config(folder: Path) -> PolicyConfig:
+    """The policy's shape as config.json says it. Raises Rejected for a model that is no small Llama or Qwen3 of ours."""
+    try:
+        said = msgspec.json.decode((folder / CONFIG).read_bytes(), type=dict[str, Any])
+        found = PolicyConfig(
+            vocab=said["vocab_size"],
+            hidden=said["hidden_size"],
+            layers=said["num_hidden_layers"],
+            heads=said["num_attention_heads"],
+            kv_heads=said["num_key_value_heads"],
+            ffn=said["intermediate_size"],
+            max_len=said["max_position_embeddings"],
+            rope_theta=said["rope_theta"],
+            qk_norm=said["model_type"] == QWEN3["model_type"],
+        )
+    except (OSError, msgspec.MsgspecError, KeyError, TypeError) as error:
+        raise Rejected(f"{folder / CONFIG}: found no model configuration that can be read: {error!r}") from error
+    if wrong := [key for key, value in hugging_face_config(found).items() if said.get(key, value) != value]:
+        raise Rejected(
+            f"{folder / CONFIG}: {wrong[0]} is {said[wrong[0]]!r}; the torch backends have a Llama or a Qwen3 with "
+            f"{hugging_face_config(found)[wrong[0]]!r}: train another model with training.backend attached"
+        )
+    return found

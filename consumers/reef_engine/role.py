@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import logging
 import os
+from pathlib import Path
 
 from aiohttp import web
 
@@ -72,14 +73,15 @@ async def _backend(config: Config, me: Me, stack: contextlib.AsyncExitStack) -> 
         from consumers.reef_engine.sglang.start import start
 
         return await start(config, me, _over, stack)
-    return await blocking(_torch)
+    return await blocking(_torch, config.inference.model_path)
 
 
-def _torch() -> InferenceBackend:
+def _torch(model: str) -> InferenceBackend:
     with without_collector():
         from consumers.reef_engine.torch_backend import TorchEngine
+        from reef_bus.model_folder import read_policy_config
 
-    engine = TorchEngine()
+    engine = TorchEngine(read_policy_config(Path(model)) if model else None)
     engine.start()
     return engine
 

@@ -53,9 +53,16 @@ def _demo() -> argparse.ArgumentParser:
         "--flip", metavar="ENGINE@N", help="flip one bit of that engine's weights after it received release N"
     )
     parser.add_argument(
+        "--engine",
+        choices=("torch", "sglang"),
+        help="what the engines are: a sampler in torch, or a real SGLang server each, which must be installed (torch)",
+    )
+    parser.add_argument(
         "--mode", choices=("fenced", "staged"), help="engines stop for the transfer (fenced), or only to swap (staged)"
     )
-    parser.add_argument("--timeout", type=float, default=240.0, metavar="S", help="give up after S seconds (240)")
+    parser.add_argument(
+        "--timeout", type=float, metavar="S", help="give up after S seconds (240; with SGLang servers 900)"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of the base model and of the order of batches (0)")
     parser.add_argument("--json", action="store_true", help="print one JSON object on the last line of stdout")
     return parser

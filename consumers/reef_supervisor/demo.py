@@ -9,6 +9,7 @@ import argparse
 import asyncio
 import collections
 import contextlib
+import importlib.util
 import json
 import shutil
 import signal
@@ -29,7 +30,7 @@ from consumers.reef_supervisor.screen import Screen
 from consumers.reef_supervisor.tally import Tally
 from reef_bus.artifacts import ArtifactStore
 from reef_bus.audit import audit_history, read_history
-from reef_bus.config import Config, Nats, Publication, Training, load
+from reef_bus.config import Config, Inference, Nats, Publication, Training, load
 from reef_bus.core.effects import Deadlines, Restarts
 from reef_bus.core.invariants import Audit
 from reef_bus.core.serving import serving
@@ -38,6 +39,8 @@ from reef_bus.errors import Rejected, Unavailable
 from reef_bus.events import CATALOGUE, Recorded
 from reef_bus.process import FAULT
 
+SGLANG = "`make demo-sglang` installs it beside, for the CPU; docs/sglang.md says how it is done with a GPU"
+
 CONCURRENCY = 64
 MARGIN = 0.03  # training stops when a release's mean is this far above the target, so that fresh answers are too
 MEASURED = 128  # answers that a release's mean is taken over, before it is believed
@@ -45,6 +48,7 @@ FINAL, FINAL_EACH, FINAL_MOST = 96, 16, 512
 QUIET_S = 0.5
 INTERRUPTED = 130
 SAMPLE_S = 0.5
+TIMEOUT_S, TIMEOUT_SGLANG_S = 240.0, 900.0
 LEAST_FREE = 256 * 1024  # bytes: below, neither the log nor a checkpoint can be written
 
 
@@ -77,6 +81,8 @@ class Demo:
     def __init__(self, args: argparse.Namespace, config: Config) -> None:
         self.args = args
         self.config = config
+        slow = config.inference.backend == "sglang"
+        self.timeout_s = args.timeout or (TIMEOUT_SGLANG_S if slow else TIMEOUT_S)
         self.began = time.monotonic()
         now = time.time_ns()
         self.tally = Tally(now)
@@ -124,7 +130,8 @@ class Demo:
             total = psutil.Process().memory_info().rss
             for pid in running.pids():
                 with contextlib.suppress(psutil.Error):
-                    total += psutil.Process(pid).memory_info().rss
+                    child = psutil.Process(pid)
+                    total += sum(each.memory_info().rss for each in (child, *child.children(recursive=True)))
             self.rss = max(self.rss, total)
             free = shutil.disk_usage(self.config.state_dir).free
             if free < LEAST_FREE and not running.failure.done():
@@ -136,7 +143,7 @@ class Demo:
 
     async def _phases(self, running: Deployment, client: Harness) -> dict[str, Any]:
         try:
-            async with asyncio.timeout(self.args.timeout):
+            async with asyncio.timeout(self.timeout_s):
                 await self._first_answer(running, client)
                 final: list[Scored] = []
                 while not final:
@@ -145,7 +152,7 @@ class Demo:
                     final = await self._final(running, client)
         except TimeoutError as error:
             raise Unavailable(
-                f"not done after {self.args.timeout:g} s: {len(self.tally.committed)} releases, reward "
+                f"not done after {self.timeout_s:g} s: {len(self.tally.committed)} releases, reward "
                 f"{self.screen.last():.2f}; see {self.config.state_dir}/logs"
             ) from error
         seconds = time.monotonic() - self.began
@@ -342,6 +349,8 @@ def _check(args: argparse.Namespace) -> None:
         args.target = TARGET
     if args.releases is None:
         args.releases = 1 if args.resume else RELEASES
+    if args.engine == "sglang" and importlib.util.find_spec("sglang") is None:
+        raise Rejected(f"--engine sglang: SGLang is not installed here; {SGLANG}")
 
 
 def _config(args: argparse.Namespace, temporary: str | None) -> Config:
@@ -352,19 +361,28 @@ def _config(args: argparse.Namespace, temporary: str | None) -> Config:
                 f"--resume {args.resume}: no deployment there; `reef-bus demo --keep {args.resume}` makes one"
             )
         config = load(path)
+        if args.engine and args.engine != config.inference.backend:
+            raise Rejected(f"--engine {args.engine}: {args.resume} was made with {config.inference.backend}")
         gateway = msgspec.structs.replace(config.gateway, port=0)  # another process may have the old one by now
         publication = msgspec.structs.replace(config.publication, mode=args.mode or config.publication.mode)
         return msgspec.structs.replace(
-            config, nats=Nats(), gateway=gateway, publication=publication, state_dir=args.resume
+            config,
+            nats=Nats(),
+            gateway=gateway,
+            publication=publication,
+            state_dir=args.resume,
+            inference=_inference(config.inference.backend, args.resume),
         )
     folder = temporary or args.keep
     if Path(folder, "run", CONFIG_FILE).exists():
         raise Rejected(
             f"--keep {folder}: it holds a deployment already; `reef-bus demo --resume {folder}` goes on from it"
         )
+    inference = _inference(args.engine or "torch", folder)
     return Config(
         deployment="demo",
         state_dir=folder,
+        inference=inference,
         training=Training(seed=args.seed, group_size=GROUP_SIZE),
         publication=Publication(
             publishers=1,
@@ -373,3 +391,15 @@ def _config(args: argparse.Namespace, temporary: str | None) -> Config:
         ),
         supervision=Restarts(max_restarts=max(3, len(args.kill)), window_s=300.0, delay_s=0.2),
     )
+
+
+def _inference(backend: str, folder: str) -> Inference:
+    """A server is given the tiny Qwen3 as a model folder, from which the trainer learns its shape as well."""
+    if backend == "torch":
+        return Inference()
+    from reef_bus.model_folder import write_model_folder
+    from reef_bus.policy import PolicyConfig
+
+    model = Path(folder, "model").resolve()
+    write_model_folder(model, PolicyConfig(qk_norm=True))
+    return Inference(backend=backend, model_path=str(model), dtype="float32")

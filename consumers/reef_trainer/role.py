@@ -195,10 +195,11 @@ async def _build(config: Config, journal: Journal, me: Me, stack: contextlib.Asy
 def _backend(config: Config) -> TrainingBackend:
     with without_collector():
         from consumers.reef_trainer.torch_backend import Hyper, TorchTrainer
+        from reef_bus.model_folder import read_policy_config
 
-    training = config.training
+    training, model = config.training, config.inference.model_path
     hyper = Hyper(lr=training.lr, minibatches=training.minibatches, seed=training.seed)
-    return TorchTrainer(hyper=hyper)
+    return TorchTrainer(read_policy_config(Path(model)) if model else None, hyper)
 
 
 def run(config: Config, id_: str) -> int:

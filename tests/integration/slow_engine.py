@@ -28,7 +28,7 @@ class Slow(TorchEngine):
         return super().generate_until(prompts, later, kept)
 
 
-def _slow() -> InferenceBackend:
+def _slow(model: str) -> InferenceBackend:
     engine = Slow()
     engine.start()
     return engine

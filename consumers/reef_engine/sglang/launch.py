@@ -30,7 +30,6 @@ log = logging.getLogger(__name__)
 SHIMS = Path(__file__).parent / "cpu"
 POLL_S = 0.25
 SAY_S = 10.0
-ASK_S = 5.0  # what it gets to end by itself
 LAST_LINES = 12
 
 
@@ -43,9 +42,11 @@ def device(asked: str) -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def environment(device: str) -> dict[str, str]:
-    """Nothing is fetched from anywhere. Without a GPU the shims come first on the path."""
+def environment(device: str, scratch: Path) -> dict[str, str]:
+    """Nothing is fetched from anywhere; sockets and the like go to `scratch`. Without a GPU the shims come first on the
+    path."""
     found = {**os.environ, "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "PYTHONWARNINGS": "ignore"}
+    found["TMPDIR"] = str(scratch)
     if device == "cpu":
         path = os.pathsep.join(filter(None, (str(SHIMS), os.environ.get("PYTHONPATH", ""))))
         found |= {"PYTHONPATH": path, "SGLANG_USE_CPU_ENGINE": "1", "CUDA_VISIBLE_DEVICES": ""}
@@ -88,7 +89,7 @@ def require_installed() -> None:
 class Process:
     """One server, started and not yet asked anything."""
 
-    def __init__(self, argv: list[str], device: str, out: Path) -> None:
+    def __init__(self, argv: list[str], environment: dict[str, str], out: Path) -> None:
         """Call it in the main thread: the kernel ends the process when the thread that started it ends."""
         self.out = out
         with out.open("wb") as file:
@@ -97,7 +98,7 @@ class Process:
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=subprocess.STDOUT,
-                env=environment(device),
+                env=environment,
                 process_group=0,
                 preexec_fn=die_with_parent,
             )
@@ -132,11 +133,7 @@ class Process:
         return status
 
     def end(self) -> None:
-        """Ask it to end, then end it and whatever it started. Safe to repeat."""
-        if self.process.poll() is None:
-            self.process.terminate()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self.process.wait(ASK_S)
+        """End it and whatever it started: it has nothing that could be lost. Safe to repeat."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()

@@ -28,7 +28,7 @@ class Room:
         """`folder` is ours alone, and whatever an earlier boot left there is gone."""
         self.folder = folder
         shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True, mode=0o700)
+        self.scratch.mkdir(parents=True, mode=0o700)
         for file in model.iterdir():
             if (
                 file.is_file()
@@ -38,6 +38,11 @@ class Room:
                 shutil.copy2(file, folder / file.name)
         self._layouts: dict[str, Layout] = {}
         self._pieces: Pieces = {}
+
+    @property
+    def scratch(self) -> Path:
+        """For what the server's processes need among themselves; its name is short enough for a socket."""
+        return self.folder / "tmp"
 
     @property
     def weights(self) -> Path:

@@ -16,6 +16,7 @@ from consumers.reef_engine.sglang.client import Client
 from consumers.reef_engine.sglang.launch import (
     Process,
     device,
+    environment,
     free_port,
     model_flags,
     require_installed,
@@ -40,11 +41,12 @@ async def start(config: Config, me: Me, died: Callable[[str], None], stack: cont
     room = Room(Path(inference.model_path), place(Path(config.state_dir), me.id))
     stack.callback(room.close)
     flags, port = model_flags(inference, room.folder, where), free_port()
-    oracle = Oracle(flags, inference.tensor_parallel_size, free_port(), where, run / f"{me.id}.oracle.log")
+    around = environment(where, room.scratch)
+    oracle = Oracle(flags, inference.tensor_parallel_size, free_port(), around, run / f"{me.id}.oracle.log")
     stack.callback(oracle.close)
     spans = config.publication.pause == IN_PLACE
     argv = ["-m", "sglang.launch_server", *flags, *server_flags(inference, port, me.boot, spans=spans)]
-    server = Process(argv, where, run / f"{me.id}.sglang.log")
+    server = Process(argv, around, run / f"{me.id}.sglang.log")
     stack.callback(server.end)
     client = Client(f"http://127.0.0.1:{port}", me.boot)
     await server.ready(client, inference.start_s)

@@ -14,7 +14,6 @@ from typing import Any
 
 import msgspec
 
-from consumers.reef_engine.sglang.launch import environment
 from reef_bus.embedded import die_with_parent
 from reef_bus.errors import TransferError, Unavailable
 
@@ -37,7 +36,7 @@ class _Said(msgspec.Struct, frozen=True):
 class Oracle:
     """Processes of our own with the installed SGLang's model, its loader and its checksum; no server is asked."""
 
-    def __init__(self, flags: Sequence[str], ranks: int, port: int, device: str, out: Path) -> None:
+    def __init__(self, flags: Sequence[str], ranks: int, port: int, environment: Mapping[str, str], out: Path) -> None:
         """Call it in the main thread: the kernel ends the processes when the thread that started them ends."""
         self.out = out
         with out.open("wb") as file:
@@ -47,7 +46,7 @@ class Oracle:
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     stderr=file,
-                    env=environment(device),
+                    env=environment,
                     process_group=0,
                     preexec_fn=die_with_parent,
                 )

@@ -55,7 +55,7 @@ def write_model_folder(folder: Path, config: PolicyConfig, weights: Pieces | Non
 
 
 def read_policy_config(folder: Path) -> PolicyConfig:
-    """The policy's shape as config.json says it. Raises Rejected for a model that is no small Llama or Qwen3 of ours."""
+    """The policy's shape as config.json says it. Raises Rejected for a model that no policy can be."""
     try:
         said = msgspec.json.decode((folder / CONFIG).read_bytes(), type=dict[str, Any])
         found = PolicyConfig(

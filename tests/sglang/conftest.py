@@ -19,6 +19,9 @@ import pytest
 
 import consumers.reef_engine.sglang as ours
 
+if importlib.util.find_spec("sglang") is None:
+    raise pytest.UsageError(f"{sys.executable} has no sglang: run `make test-sglang`, which has an environment for it")
+
 CPU = Path(ours.__file__).parent / "cpu"
 
 # Read when sglang and transformers are imported; nothing here may ask the network for a model.

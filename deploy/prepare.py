@@ -52,8 +52,9 @@ class Stopped(Exception):
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("extras", nargs="+", help="extras of pyproject.toml, e.g. demo dev")
-    parser.add_argument("--wheel", type=Path, help="install this wheel instead of the checkout")
-    parser.add_argument("--sglang", action="store_true", help="with SGLang for a CPU: deploy/sglang-cpu.txt")
+    kind = parser.add_mutually_exclusive_group()
+    kind.add_argument("--wheel", type=Path, help="install this wheel instead of the checkout")
+    kind.add_argument("--sglang", action="store_true", help="with SGLang for a CPU: deploy/sglang-cpu.txt")
     args = parser.parse_args()
     try:
         prepare(args.extras, args.wheel, args.sglang)

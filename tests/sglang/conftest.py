@@ -5,9 +5,11 @@ Knows: the folder of shims, and that SGLang's imports warn. Must not know: what 
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import importlib.util
 import os
+import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +18,9 @@ from types import ModuleType
 import pytest
 
 import consumers.reef_engine.sglang as ours
+
+if importlib.util.find_spec("sglang") is None:
+    raise pytest.UsageError(f"{sys.executable} has no sglang: run `make test-sglang`, which has an environment for it")
 
 CPU = Path(ours.__file__).parent / "cpu"
 
@@ -27,6 +32,7 @@ os.environ |= {"SGLANG_USE_CPU_ENGINE": "1", "HF_HUB_OFFLINE": "1", "TRANSFORMER
 def imported() -> Callable[[str], ModuleType]:
     """Imports a module of SGLang, or of what it brings. Their own deprecations are not our errors."""
     _run_shims()
+    _keep_swigs_types()
 
     def load(name: str) -> ModuleType:
         with warnings.catch_warnings():
@@ -41,3 +47,14 @@ def _run_shims() -> None:
     spec = importlib.util.spec_from_file_location("shims", CPU / "sitecustomize.py")
     assert spec is not None and spec.loader is not None
     spec.loader.exec_module(importlib.util.module_from_spec(spec))
+
+
+def _keep_swigs_types() -> None:
+    """sentencepiece 0.2.1 frees SWIG's table of types when Python has already torn down what that needs: the process
+    ends by SIGSEGV after the last test. A reference too many keeps the table for ever."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        importlib.import_module("sentencepiece")
+    for name, module in sys.modules.items():
+        if name.startswith("swig_runtime_data"):
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(vars(module)["type_pointer_capsule"]))

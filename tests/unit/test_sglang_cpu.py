@@ -109,6 +109,19 @@ def test_the_folder_holds_nothing_that_python_could_take_for_another_module() ->
     assert {path.name for path in CPU.iterdir()} - {"__pycache__"} == {"README.md", "sitecustomize.py"}
 
 
+def test_each_line_of_its_environment_names_one_version_here_or_in_the_constraints() -> None:
+    """pip would install the newest of what neither pins, and is told to look for no dependency that is missing."""
+    deploy = CPU.parents[3] / "deploy"
+    wanted, pins = (lines(deploy / name) for name in ("sglang-cpu.txt", "constraints.txt"))
+    assert {name for name, pinned in wanted.items() if not pinned} <= pins.keys()
+    assert {name for name, pinned in wanted.items() if pinned} & pins.keys() == set()
+
+
+def lines(path: Path) -> dict[str, str]:
+    texts = (line.partition("#")[0].strip() for line in path.read_text().splitlines())
+    return {name: pinned for name, _, pinned in (text.partition("==") for text in texts if text)}
+
+
 def run(code: str) -> str:
     environment = {"PYTHONPATH": str(CPU), "PATH": ""}
     command = [sys.executable, "-W", "error", "-c", code]

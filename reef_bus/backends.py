@@ -205,8 +205,8 @@ class ContinuousBackend(InferenceBackend):
 
     @abstractmethod
     async def answer(self, prompt: Prompt) -> Answer:
-        """One completion. Cancelled, the engine is rid of the prompt. Raises Rejected for one that it cannot serve, and
-        Unavailable when the engine cannot be reached or has not answered as it should."""
+        """One completion. Cancelled, the engine is rid of the prompt. Raises Rejected for one that it cannot serve, or
+        does not answer as it should, and Unavailable when the engine cannot be reached."""
 
     @abstractmethod
     async def abort(self) -> None:

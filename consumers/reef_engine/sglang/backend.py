@@ -32,6 +32,8 @@ from reef_bus.runner import blocking
 log = logging.getLogger(__name__)
 
 SUMS_S = 300.0
+RESERVED = 2
+"""Positions that the server gives to nobody: it answers with fewer tokens, and says nothing about it."""
 KNOWN = 8
 """Versions of which the expected sums are remembered: the head and what comes next, and a few to go back to."""
 
@@ -54,7 +56,7 @@ class Limits(msgspec.Struct, frozen=True):
             raise Rejected(
                 f"found prompt ids {prompt.ids}; expected at least one, each from 0 to {self.vocab_size - 1}"
             )
-        room = self.max_position_embeddings - len(prompt.ids)
+        room = self.max_position_embeddings - RESERVED - len(prompt.ids)
         if not 1 <= prompt.max_tokens <= room:
             raise Rejected(
                 f"found max_tokens {prompt.max_tokens}; after {len(prompt.ids)} prompt tokens 1 to {room} fit"
@@ -144,29 +146,28 @@ class SGLangEngine(ContinuousBackend):
         """For whoever has no event loop; prompts that are sampled together are answered together."""
         for prompt in prompts:
             self.limits.check(prompt)
-        return [_answer(self.client.post("generate", _body(prompt), SUMS_S)).completion for prompt in prompts]
+        answers = [self.client.post("generate", _body(prompt), SUMS_S) for prompt in prompts]
+        return [_read(prompt, said).completion for prompt, said in zip(prompts, answers, strict=True)]
 
     async def answer(self, prompt: Prompt) -> Answer:
         self.limits.check(prompt)
         rid = uuid.uuid4().hex
         try:
-            return await self._asked(_body(prompt, rid))
+            return await self._asked(prompt, rid)
         except asyncio.CancelledError:
             self._tell("abort_request", requests.abort_request(rid))
             raise
 
-    async def _asked(self, body: requests.Body) -> Answer:
+    async def _asked(self, prompt: Prompt, rid: str) -> Answer:
         url = f"{self.client.url}/generate"
         try:
-            async with self._http().post(url, json=body, headers=self.client.headers) as reply:
+            async with self._http().post(url, json=_body(prompt, rid), headers=self.client.headers) as reply:
                 said = await reply.read()
-                if reply.status == 400:
-                    raise Rejected(words(said.decode(errors="replace")))
-                if reply.status != 200:
-                    raise Unavailable(f"SGLang answered {reply.status}: {words(said.decode(errors='replace'))}")
-                return _answer(msgspec.json.decode(said))
-        except (aiohttp.ClientError, OSError, msgspec.DecodeError) as error:
+        except (aiohttp.ClientError, OSError) as error:
             raise Unavailable(f"SGLang does not answer: {error!r}") from error
+        if reply.status != 200:
+            raise Rejected(f"SGLang answered {reply.status}: {words(said.decode(errors='replace'))}")
+        return _answer(prompt, said)
 
     def _http(self) -> aiohttp.ClientSession:
         if self._session is None:
@@ -211,18 +212,26 @@ def _body(prompt: Prompt, rid: str | None = None) -> requests.Body:
     )
 
 
-def _answer(said: Any) -> Answer:
-    """Raises Unavailable for an answer that is not one: as many logprobs as ids, of the same ids, none of them NaN."""
+def _answer(prompt: Prompt, said: bytes) -> Answer:
+    try:
+        return _read(prompt, msgspec.json.decode(said))
+    except msgspec.DecodeError as error:
+        raise Rejected(f"SGLang's answer is not one: {error}") from error
+
+
+def _read(prompt: Prompt, said: Any) -> Answer:
+    """Raises Rejected for an answer that is not one: as many tokens as were asked for, each with its logprob, which is
+    of the temperature that was asked for. The server gives that of temperature 1 for greedy tokens."""
     try:
         ids, meta = tuple(said["output_ids"]), said["meta_info"]
         logprobs = [(float(logprob), token) for logprob, token, _ in meta["output_token_logprobs"]]
         versions = tuple((str(span["version"]), span["end"] - span["start"]) for span in meta["weight_versions"])
-        reason = meta["finish_reason"]["type"]
+        reason = "" if meta["finish_reason"]["type"] == "abort" else meta["finish_reason"]["type"]
     except (KeyError, TypeError, ValueError) as error:
-        raise Unavailable(f"SGLang's answer is not one: {error!r}") from error
+        raise Rejected(f"SGLang's answer is not one: {error!r}") from error
     if tuple(token for _, token in logprobs) != ids or not all(math.isfinite(logprob) for logprob, _ in logprobs):
-        raise Unavailable("SGLang's answer is not one: its logprobs are not those of its tokens")
-    found = Completion(
-        ids=ids, logprobs=tuple(logprob for logprob, _ in logprobs), finish_reason="" if reason == "abort" else reason
-    )
-    return Answer(found, versions)
+        raise Rejected("SGLang's answer is not one: its logprobs are not those of its tokens")
+    if reason and len(ids) != prompt.max_tokens:
+        raise Rejected(f"SGLang's answer has {len(ids)} tokens, and {prompt.max_tokens} were asked for")
+    given = tuple(logprob if prompt.temperature else 0.0 for logprob, _ in logprobs)
+    return Answer(Completion(ids=ids, logprobs=given, finish_reason=reason), versions)

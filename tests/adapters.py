@@ -11,7 +11,7 @@ from typing import Concatenate, Literal, NamedTuple, ParamSpec, get_args
 
 import msgspec
 
-from reef_bus.core.ids import parse_adapter_name
+from reef_bus.core.ids import adapter_name, parse_adapter_name
 from reef_bus.core.residency import (
     Refused,
     Residency,
@@ -53,10 +53,8 @@ class Engine:
         self.held: dict[str, str] = {}
         self.folders: dict[str, str] = {}
         self.unsaid: set[str] = set()
-        self.calls = 0
 
     def load(self, name: str, manifest: str, conduct: Load) -> bool:
-        self.calls += 1
         self.folders[name] = manifest
         if name in self.held or conduct == "refuse":  # it loads no name twice
             return False
@@ -65,7 +63,6 @@ class Engine:
 
     def unload(self, name: str, conduct: Unload) -> bool:
         """True is a confirmation; that it knows no such name is one, too."""
-        self.calls += 1
         if name not in self.held:
             return True
         if conduct == "lie":
@@ -97,17 +94,19 @@ class Boot:
     """One boot of an engine, its agent, and the facts of the log that concern it.
 
     The book: `manifests` by load id, `committed`, `heads`; `names` by load id and `proven` by name, for what the agent
-    has last seen in the engine's memory with its own eyes; `leases`, `pins`.
+    has last seen in the engine's memory with its own eyes, and their `order`; the open target's `place`; leases, pins.
     """
 
     def __init__(self, capacity: int | None) -> None:
         self.engine = Engine()
         self.state = Residency(capacity=capacity)
         self.number = 0
+        self.checks = 0
         self.manifests: dict[str, str] = {}
         self.committed: set[tuple[str, str]] = set()
         self.heads: dict[str, str] = {}
         self.open: Target | None = None
+        self.place = ""
         self.word: Callable[[], None] | None = None
         self.met: Counter[str] = Counter()
         self._forget()
@@ -115,6 +114,7 @@ class Boot:
     def _forget(self) -> None:
         self.names: dict[str, str] = {}
         self.proven: dict[str, str] = {}
+        self.order: dict[str, int] = {}
         self.leases: dict[str, str] = {}
         self.pins: set[str] = set()
 
@@ -138,40 +138,12 @@ class Boot:
         if self.open:
             return
         wanted = Target(scenario, f"inc:{self.number + 1}", manifest, supersede)
-        known = msgspec.structs.replace(self.state, leases={})
-        calls = self.engine.calls
-        found = self._decide(known, wanted)
-        self._check_decision(known, wanted, found)
-        assert self.engine.calls == calls, "a decision moved something"
+        found = _decide(msgspec.structs.replace(self.state, leases={}), wanted)
+        self.met["refused" if isinstance(found, Refused) else "alias" if found.held else "room"] += 1
         if isinstance(found, Room):
             self._mint(wanted)
-            self.open = wanted
+            self.open, self.place = wanted, found.name
             self.fact(tentative, scenario, wanted.load_id, manifest)
-
-    def _decide(self, state: Residency, wanted: Target) -> Room | Refused:
-        scenario, load_id, manifest, supersede = wanted
-        found = make_room(state, scenario, load_id, manifest, supersede=supersede)
-        if isinstance(found, Refused):
-            self.met[found.reason] += 1
-        if isinstance(found, Refused) and found.reason == "capacity":
-            assert state.capacity is not None and found.needed > state.capacity
-            enough = msgspec.structs.replace(state, capacity=found.needed)
-            assert isinstance(make_room(enough, scenario, load_id, manifest, supersede=supersede), Room), found
-        return found
-
-    def _check_decision(self, state: Residency, wanted: Target, found: Room | Refused) -> None:
-        """There is room if the bytes are there, or the adapters that may not go leave a place."""
-        there = any(
-            self.proven.get(name) == wanted.manifest and parse_adapter_name(name)[0] == wanted.scenario
-            for name in self.names.values()
-        )
-        bound = self.pins & state.slots.keys()
-        for scenario, head in self.heads.items():
-            if head in self.names and not (wanted.supersede and scenario == wanted.scenario):
-                bound.add(self.names[head])
-        fits = state.capacity is None or len(bound) < state.capacity
-        assert isinstance(found, Room) == (there or fits), (found, bound)
-        self.met["refused" if isinstance(found, Refused) else "alias" if found.held else "room"] += 1
 
     def _mint(self, wanted: Target) -> None:
         self.number += 1
@@ -185,13 +157,13 @@ class Boot:
         if self.open:
             self._disprove(self.open.load_id)
             self.fact(withdrawn, self.open.scenario, self.open.load_id)
-            self.open = None
+            self.open, self.place = None, ""
 
     def commit(self) -> None:
         """Once it was staged; that it was lost meanwhile, nobody knows."""
         if self.open and self.open.load_id in self.names:
             self._commit(self.open)
-            self.open = None
+            self.open, self.place = None, ""
 
     def commit_elsewhere(self, scenario: str, manifest: str) -> None:
         """A release that this boot was no member of."""
@@ -203,7 +175,11 @@ class Boot:
     def _commit(self, wanted: Target) -> None:
         self.committed.add((wanted.scenario, wanted.load_id))
         self.heads[wanted.scenario] = wanted.load_id
+        self._advance(self.names.get(wanted.load_id, ""))
         self.fact(activated, wanted.scenario, wanted.load_id)
+
+    def _advance(self, name: str) -> None:
+        self.order[name] = max(self.order.values(), default=0) + 1
 
     def delete(self, scenario: str) -> None:
         if not (self.open and self.open.scenario == scenario):
@@ -214,7 +190,7 @@ class Boot:
         folders = self.engine.folders
         self.engine, self.state = Engine(), Residency(capacity=self.state.capacity, current=self.state.current)
         self.engine.folders = folders
-        self.open = self.word = None
+        self.open, self.place, self.word = None, "", None
         self._forget()
 
     # -- the agent
@@ -224,18 +200,22 @@ class Boot:
         wanted = self._wanted(catch_up)
         if not wanted or self.word:
             return
-        found = self._decide(self.state, wanted)
+        found = _decide(self.state, wanted)
         if isinstance(found, Refused):
             self.met["waits"] += 1
-        elif found.held:
-            self._prove(wanted, found.name)
         elif found.unload:
             self._make_room(wanted, found.unload[0], unload)
         else:
-            said = self.engine.load(found.name, wanted.manifest, load)
-            self.word = lambda: self._report(wanted, found.name, said)
+            self._load(wanted, found, load)
             if not late:
                 self.say()
+
+    def _load(self, wanted: Target, found: Room, conduct: Load) -> None:
+        twice = found.name in self.engine.held.keys() - self.engine.unsaid
+        assert found.held or not twice, f"{found.name} is loaded over itself"
+        said = found.held or self.engine.load(found.name, wanted.manifest, conduct)
+        self.met["proves"] += found.held
+        self.word = lambda: self._report(wanted, found.name, said)
 
     def _wanted(self, catch_up: str) -> Target | None:
         if self.open and self.open.load_id not in self.names:
@@ -249,25 +229,21 @@ class Boot:
             self.word = None
             word()
 
-    def _prove(self, wanted: Target, name: str) -> None:
-        """The bytes should be there already: the agent hashes them again."""
-        self.met["proves"] += 1
-        if name not in self.engine.held:
-            self._distrust(name)
-            self.fact(unloaded, name)
-        else:
-            self._report(wanted, name, True)
-
     def _report(self, wanted: Target, name: str, said: bool) -> None:
+        """The agent hashes what is there. What should have been there and is not, was lost."""
         scenario, load_id, manifest, _ = wanted
         waited_for = wanted == self.open or self.heads.get(scenario) == load_id
-        if not (said and self.engine.held.get(name) == manifest):
-            self.fact(load_failed, scenario, load_id)
-            return
-        if waited_for:
-            self.names[load_id], self.proven[name] = name, manifest
         self.met["too late"] += not waited_for
-        self.fact(loaded, scenario, load_id, manifest)
+        if name in self.proven and name not in self.engine.held:
+            self._distrust(name)
+            self.fact(unloaded, name)
+        elif not (said and self.engine.held.get(name) == manifest):
+            self.fact(load_failed, scenario, load_id)
+        else:
+            if waited_for:
+                self.names[load_id], self.proven[name] = name, manifest
+                self._advance(name)
+            self.fact(loaded, scenario, load_id, manifest)
 
     def _make_room(self, wanted: Target, name: str, conduct: Unload) -> None:
         """A target for which no room could be made after all has failed; it may be tried again."""
@@ -350,23 +326,6 @@ class Boot:
         self.leases.pop(lease_id, None)
         self.fact(release, lease_id)
 
-    def ask(self, scenario: str) -> None:
-        """For the base model, and for everything that there was lately."""
-        for number in {0, *range(max(0, self.number - 20), self.number + 1)}:
-            self._ask(scenario, f"inc:{number}")
-
-    def _ask(self, scenario: str, load_id: str) -> None:
-        found = route(self.state, scenario, load_id)
-        if found is None:
-            assert load_id == "inc:0" and scenario not in self.heads, "it fell back to the base model"
-        elif isinstance(found, str):
-            assert (scenario, load_id) in self.committed, f"{load_id} was never committed"
-            current = self.names.get(self.heads.get(scenario, ""))
-            assert found == current or found in self.leases.values(), f"{found} is neither current nor leased"
-            assert found in self.proven, f"nobody saw {found} in the engine's memory"
-            assert self.engine.answer(found) == self.manifests[load_id]
-            self.met["draining" if found != current else "answered"] += 1
-
     def pin(self, name: str) -> None:
         if self.fact(pin, name) is None:
             self.pins.add(name)
@@ -386,10 +345,91 @@ class Boot:
         assert {name for name, slot in state.slots.items() if slot.load_ids} == self.proven.keys()
         for scenario in SCENARIOS:
             assert served(state, scenario) == self.names.get(self.heads.get(scenario, ""), "")
-            self._check_size(scenario)
+        self._probe(SCENARIOS[self.checks % len(SCENARIOS)], (*MANIFESTS, "m0")[self.checks % 4])
+        self.checks += 1
 
-    def _check_size(self, scenario: str) -> None:
+    def _probe(self, scenario: str, manifest: str) -> None:
+        """What would be decided now: for one scenario at a time, since this is asked after every step."""
+        self._check_routes(scenario)
+        for supersede in (False, True):
+            self._check_room(Target(scenario, f"inc:{self.number + 1}", manifest, supersede))
+        if wanted := self._wanted(scenario):
+            self._check_room(wanted)
+
+    def _check_routes(self, scenario: str) -> None:
+        """Of every request that there could be now."""
+        for number in {0, *range(max(0, self.number - 5), self.number + 1)}:
+            load_id = f"inc:{number}"
+            name = self.names.get(load_id, "") if (scenario, load_id) in self.committed else ""
+            current = self.names.get(self.heads.get(scenario, ""), "")
+            found = route(self.state, scenario, load_id)
+            usable = bool(name) and (name == current or name in self.leases.values())
+            assert isinstance(found, Refused) == (not usable and found is not None), (found, name, current)
+            if found is None:
+                assert number == 0 and scenario not in self.heads, "it fell back to the base model"
+            elif isinstance(found, str):
+                assert self._really_holds(found) == self.manifests[load_id]
+                self.met["draining" if found != current else "routed"] += 1
+            probe = lease(self.state, "probe", scenario, load_id)
+            assert isinstance(probe, Residency) == (bool(name) and name == current), probe
+
+    def _really_holds(self, name: str) -> str:
+        """What a request for it is answered with: what was lost is loaded again, and nobody has seen it be lost."""
+        assert name in self.proven, f"nobody saw {name} in the engine's memory"
+        return self.engine.held.get(name) or self.engine.folders[name]
+
+    def _check_room(self, wanted: Target) -> None:
+        """There is room if the bytes are there, or if the adapters that may not go leave a place. Those that go are the
+        first by the rules; and the capacity that a refusal asks for would do."""
+        state, found = self.state, _decide(self.state, wanted)
+        own = self.place if wanted == self.open else adapter_name(wanted.scenario, wanted.load_id)
+        bound = self._bound(wanted) - {own}
+        if isinstance(found, Refused):
+            self.met[found.reason] += 1
+        if isinstance(found, Room) and found.held:
+            assert self.proven[found.name] == wanted.manifest and parse_adapter_name(found.name)[0] == wanted.scenario
+        elif isinstance(found, Refused) and found.reason == "in_use":
+            assert own in state.slots.keys() - self.proven.keys() and own in {*self.pins, *self.leases.values()}
+        else:
+            assert isinstance(found, Room) == (state.capacity is None or len(bound) < state.capacity), (found, bound)
+            assert wanted.manifest not in self._bytes(wanted.scenario), f"{wanted} is resident"
+            self._check_victims(wanted, found, bound | {own})
+        self._check_size(wanted, found)
+
+    def _bytes(self, scenario: str) -> set[str]:
+        return {manifest for name, manifest in self.proven.items() if parse_adapter_name(name)[0] == scenario}
+
+    def _bound(self, wanted: Target) -> set[str]:
+        """The adapters that may not go."""
+        current = {
+            self.names.get(head, "")
+            for scenario, head in self.heads.items()
+            if not (wanted.supersede and scenario == wanted.scenario)
+        }
+        return {self.place, *current, *self.pins, *self.leases.values()} & self.state.slots.keys()
+
+    def _check_victims(self, wanted: Target, found: Room | Refused, bound: set[str]) -> None:
+        """What leaked, then what was activated longest ago, and the own current adapter last of all."""
+
+        def rank(name: str) -> tuple[bool, bool, int]:
+            current = name == self.names.get(self.heads.get(wanted.scenario, ""))
+            return name in self.proven, current, self.order[name] if name in self.proven else 0
+
+        if isinstance(found, Room):
+            going = [name for name in found.unload if name != found.name]
+            ranks = sorted(rank(name) for name in self.state.slots.keys() - bound)
+            assert [rank(name) for name in going] == ranks[: len(going)]
+
+    def _check_size(self, wanted: Target, found: Room | Refused) -> None:
         """The sizing rule: a place for each scenario and one more always do, but for pins, leases and open targets."""
-        enough = self.state.capacity is None or self.state.capacity > len({*self.heads, scenario})
-        if enough and not (self.open or self.pins or self.leases):
-            assert isinstance(make_room(self.state, scenario, f"inc:{self.number + 1}", "m0"), Room)
+        capacity = self.state.capacity
+        if not isinstance(found, Refused) or found.reason != "capacity" or capacity is None:
+            return
+        assert self.open or self.pins or self.leases or capacity <= len({*self.heads, wanted.scenario})
+        assert found.needed > max(capacity, len({*self.heads, wanted.scenario}))
+        assert isinstance(_decide(msgspec.structs.replace(self.state, capacity=found.needed), wanted), Room)
+
+
+def _decide(state: Residency, wanted: Target) -> Room | Refused:
+    scenario, load_id, manifest, supersede = wanted
+    return make_room(state, scenario, load_id, manifest, supersede=supersede)

@@ -95,8 +95,9 @@ def protected(state: Residency, name: str, superseding: str | None = None) -> bo
 
 
 def alias(state: Residency, scenario: str, manifest: str) -> str:
-    """The scenario's adapter that was proven to hold these bytes and can take another load id, or an empty string."""
-    return next((n for n, s in state.slots.items() if _holds(s, scenario, manifest) and not s.awaits), "")
+    """The scenario's adapter that was proven to hold these bytes, or an empty string."""
+    bytes_ = scenario, manifest
+    return next((n for n, s in state.slots.items() if s.load_ids and (s.scenario, s.manifest) == bytes_), "")
 
 
 def served(state: Residency, scenario: str) -> str:
@@ -290,10 +291,6 @@ def _proven(state: Residency, scenario: str, load_id: str) -> str:
 def _place(state: Residency, scenario: str, load_id: str, manifest: str) -> str:
     """The name under which this load is, or goes: what holds it, what holds its bytes, or its own."""
     return _holder(state, scenario, load_id) or alias(state, scenario, manifest) or adapter_name(scenario, load_id)
-
-
-def _holds(slot: Slot, scenario: str, manifest: str) -> bool:
-    return bool(slot.load_ids) and (slot.scenario, slot.manifest) == (scenario, manifest)
 
 
 def _is_current(state: Residency, slot: Slot) -> bool:

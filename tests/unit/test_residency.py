@@ -443,8 +443,9 @@ def test_rule_9_a_lease_id_is_of_one_adapter() -> None:
 
 
 def test_rule_10_a_scenario_that_is_released_leaves_adapters_that_may_go() -> None:
-    state = release_scenario(holding(1, (A, 1)), A)
+    state = release_scenario(holding(2, (A, 1), (C, 3)), A)
     assert room(state, B, 2) == Room(name(B, 2), (name(A, 1),))
+    assert served(state, C) == name(C, 3)
     refused(lease(state, "r1", A, inc(1)), "not_current")
     refused(room(release_scenario(pinned(holding(1, (A, 1)), A, 1), A), B, 2), "capacity")
 

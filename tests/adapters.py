@@ -294,6 +294,7 @@ class Boot:
         self._check_known(lied=drift.unload if conduct == "lie" else ())
 
     def _check_known(self, lied: tuple[str, ...]) -> None:
+        assert self.proven.keys() <= self.engine.held.keys(), "it still counts on what the engine has lost"
         for name in self.engine.held.keys() - set(lied):
             slot = self.state.slots[name]
             assert slot.leaked or slot.awaits or name in self.proven, f"{name} is held, and neither proven nor leaked"

@@ -327,7 +327,7 @@ def _too_small(state: Residency, scenario: str, name: str, spare: list[str]) -> 
     sharing = len({*state.current, scenario})
     needed = max(sharing, len(bound)) + 1
     why = f"the engine holds {state.capacity} adapters at most, and may not unload {', '.join(bound)}"
-    return Refused(CAPACITY, f"{why}; {sharing} scenarios share it: give it room for {needed}", needed)
+    return Refused(CAPACITY, f"{why}; scenarios that share it: {sharing}; give it room for {needed}", needed)
 
 
 def _not_current(state: Residency, scenario: str, load_id: str) -> Refused:

@@ -107,7 +107,7 @@ def test_rule_1_without_a_bound_nothing_is_ever_unloaded() -> None:
 def test_rule_1_a_refusal_says_what_would_do_a_place_for_each_scenario_and_one_more() -> None:
     found = refused(room(holding(2, (A, 1), (B, 2)), A, 3), "capacity")
     assert found.needed == 3
-    assert name(A, 1) in found.detail and name(B, 2) in found.detail and "2 scenarios share it" in found.detail
+    assert f"{name(A, 1)}, {name(B, 2)}; scenarios that share it: 2; give it room for 3" in found.detail
 
 
 def test_rule_1_a_scenario_without_an_adapter_shares_the_engine_too() -> None:

@@ -7,18 +7,15 @@ stream two spellings of a filter are not serialised against each other.
 
 from __future__ import annotations
 
-import base64
-import re
 from functools import lru_cache
 from typing import NamedTuple
 
 import msgspec
 
+from reef_bus.core.ids import TOKEN, plain, token
 from reef_bus.errors import ContractError, Rejected
 from reef_bus.events import Event
 
-TOKEN = re.compile(r"[A-Za-z0-9_-]+")
-_ENCODED = "b64-"
 DUPLICATE_WINDOW_S = 600
 MAX_EVENT_BYTES = 64 * 1024
 MAX_SUBJECT_BYTES = 512  # a server closes the connection for good at a command line of 4096
@@ -69,21 +66,6 @@ class StreamSpec(msgspec.Struct, frozen=True, kw_only=True):
     replicas: int = 1
     source: str = ""
     source_filter: str = ""
-
-
-def token(text: str) -> str:
-    """`text` as one subject token: itself where it can be, else base64url; lossless."""
-    if TOKEN.fullmatch(text) and not text.startswith(_ENCODED):
-        return text
-    return _ENCODED + base64.urlsafe_b64encode(text.encode()).decode().rstrip("=")
-
-
-def plain(tok: str) -> str:
-    """The inverse of `token`."""
-    if not tok.startswith(_ENCODED):
-        return tok
-    body = tok.removeprefix(_ENCODED)
-    return base64.urlsafe_b64decode(body + "=" * (-len(body) % 4)).decode()
 
 
 def check_name(kind: str, name: str) -> str:

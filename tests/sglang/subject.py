@@ -1,0 +1,115 @@
+"""A real SGLang server over the tiny Qwen3, as tests drive it: versions put into its room, answers held against torch.
+
+Knows: the backend, the policy. Must not know: agents, the log, or what a test is about.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import msgspec
+import torch
+
+from consumers.reef_engine.sglang.backend import SGLangEngine
+from consumers.reef_engine.sglang.start import start
+from reef_bus.backends import Completion, Pieces, Prompt
+from reef_bus.config import Config, Inference, Publication
+from reef_bus.core.effects import Me
+from reef_bus.manifest import describe
+from reef_bus.model_folder import write_model_folder
+from reef_bus.policy import Policy, PolicyConfig, new_policy, pieces
+
+SHAPE = PolicyConfig(qk_norm=True, max_len=1024, init_std=0.3)
+"""Long answers, so that a pause finds one halfway; far from uniform, so that versions differ in every token."""
+CLOSE = 1e-4
+
+
+class Subject:
+    """One server. `died` says what it said when it was of no use any more."""
+
+    def __init__(self) -> None:
+        self.died: list[str] = []
+        self.engine: SGLangEngine
+
+    def policy(self, seed: int) -> Policy:
+        """Versions differ in every tensor, norms included."""
+        policy, generator = new_policy(SHAPE, seed), torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for parameter in policy.parameters():
+                parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.01)
+        return policy
+
+    def version(self, seed: int) -> Pieces:
+        return pieces(dict(self.policy(seed).named_parameters()))
+
+    async def receive(self, version: Pieces) -> str:
+        """Into the room, as a transport would; returns the manifest's digest."""
+        manifest = describe(version)
+        room = await asyncio.to_thread(self.engine.room, manifest.layouts())
+        for name, piece in room.items():
+            piece.data[:] = version[name].data
+        assert describe(room) == manifest
+        return manifest.digest
+
+    async def load(self, seed: int, load_id: str) -> str:
+        """Received, expected, taken and proven; returns the manifest's digest."""
+        manifest = await self.receive(self.version(seed))
+        await asyncio.to_thread(self.engine.expect, manifest)
+        await asyncio.to_thread(self.engine.take, load_id)
+        assert await self.flaw(manifest, load_id) == ""
+        return manifest
+
+    async def flaw(self, manifest: str, load_id: str) -> str:
+        return (await asyncio.to_thread(self.engine.proof, manifest, load_id)).flaw
+
+    def with_(self, **inference: object) -> contextlib.AbstractContextManager[None]:
+        return _replaced(self.engine, inference)
+
+
+@contextlib.contextmanager
+def _replaced(engine: SGLangEngine, inference: dict[str, object]):  # type: ignore[no-untyped-def]
+    before = engine.inference
+    engine.inference = msgspec.structs.replace(before, **inference)
+    try:
+        yield
+    finally:
+        engine.inference = before
+
+
+def config(folder: Path, **inference: object) -> Config:
+    """A deployment of which only the engine is started. Paused in place, it keeps what it has computed."""
+    model = folder / "model"
+    write_model_folder(model, SHAPE)
+    chosen = {"max_batch": 16, "dtype": "float32", "prefix_cache": False, **inference}
+    return Config(
+        state_dir=str(folder),
+        inference=Inference(backend="sglang", model_path=str(model), **chosen),  # type: ignore[arg-type]
+        publication=Publication(pause="in_place"),
+    )
+
+
+@contextlib.asynccontextmanager
+async def running(folder: Path) -> AsyncIterator[Subject]:
+    found = Subject()
+    async with contextlib.AsyncExitStack() as stack:
+        found.engine = await start(config(folder), Me("e0", "boot-1"), found.died.append, stack)
+        yield found
+
+
+def logprobs(policy: Policy, prompt: Prompt, completion: Completion) -> torch.Tensor:
+    """Of the completion's tokens at temperature 1, by the trainer's own forward pass."""
+    ids = torch.tensor([[*prompt.ids, *completion.ids]])
+    with torch.no_grad():
+        table = policy(ids).log_softmax(-1)[0, len(prompt.ids) - 1 : -1]
+    return table.gather(1, ids[0, len(prompt.ids) :, None])[:, 0]
+
+
+def greedy(policy: Policy, prompt: Prompt) -> tuple[int, ...]:
+    ids = list(prompt.ids)
+    for _ in range(prompt.max_tokens):
+        with torch.no_grad():
+            ids.append(int(policy(torch.tensor([ids]))[0, -1].argmax()))
+    return tuple(ids[len(prompt.ids) :])

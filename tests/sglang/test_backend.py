@@ -1,0 +1,270 @@
+"""An unmodified SGLang server, driven by our backend: what it is given, what it holds, what it answers, how it stops.
+
+Knows: one real server for all of these tests. Must not know: agents or the log.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import psutil
+import pytest
+import pytest_asyncio
+import torch
+
+from consumers.reef_engine.sglang.backend import RESERVED
+from consumers.reef_engine.sglang.launch import Process, environment
+from consumers.reef_engine.sglang.start import start
+from reef_bus.backends import Answer, Piece, Pieces, Prompt
+from reef_bus.config import UPDATES
+from reef_bus.core.effects import Me
+from reef_bus.errors import Rejected, TransferError, Unavailable
+from tests.sglang.subject import CLOSE, SHAPE, Subject, config, greedy, logprobs, running
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+PROMPT = Prompt(ids=(11, 7, 10), max_tokens=4)
+GREEDY = Prompt(ids=(11, 7, 10), max_tokens=16, temperature=0.0)
+LONG = Prompt(ids=(11, 7, 10), max_tokens=900)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def subject(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Subject]:
+    async with running(tmp_path_factory.mktemp("sglang")) as found:
+        yield found
+        assert found.died == []
+
+
+@pytest.mark.parametrize("update", UPDATES)
+async def test_what_was_loaded_is_what_answers(subject: Subject, update: str) -> None:
+    with subject.with_(update=update):
+        for seed in (1, 2):
+            await subject.load(seed, f"i:{update}-{seed}")
+            answer = await subject.engine.answer(GREEDY)
+            assert answer.completion.ids == greedy(subject.policy(seed), GREEDY)
+            assert answer.versions == ((f"i:{update}-{seed}", 16),)
+
+
+async def test_logprobs_are_those_of_the_trainers_forward_pass(subject: Subject) -> None:
+    await subject.load(3, "i:3")
+    found = (await subject.engine.answer(LONG)).completion
+    expected = logprobs(subject.policy(3), LONG, found)
+    assert torch.tensor(found.logprobs).sub(expected).abs().max() < CLOSE
+
+
+async def test_the_room_is_the_same_memory_as_long_as_it_is_asked_for_the_same(subject: Subject) -> None:
+    layouts = {"b": ("BF16", (2, 2), 8), "a": ("F32", (4,), 16)}
+    first, second = subject.engine.room(layouts), subject.engine.room(layouts)
+    assert first is second and {name: piece.data.nbytes for name, piece in first.items()} == {"a": 16, "b": 8}
+
+
+# -- an update that says success
+
+
+def renamed(version: Pieces, name: str) -> Pieces:
+    return {("no.such.weight" if each == name else each): piece for each, piece in version.items()}
+
+
+def without(version: Pieces, name: str) -> Pieces:
+    return {each: piece for each, piece in version.items() if each != name}
+
+
+NORM = "model.norm.weight"
+Q, FUSED = "model.layers.1.self_attn.q_proj.weight", "model.layers.1.self_attn.qkv_proj.weight"
+
+
+@pytest.mark.parametrize("update", UPDATES)
+@pytest.mark.parametrize("wrong", [renamed, without])
+async def test_a_tensor_that_the_server_did_not_load_is_found_though_it_says_success(
+    subject: Subject, wrong: object, update: str
+) -> None:
+    """The server goes on with the tensor that it had."""
+    await subject.load(1, "i:10")
+    manifest = await subject.receive(subject.version(2))
+    await asyncio.to_thread(subject.engine.expect, manifest)
+    await subject.receive(wrong(subject.version(2), NORM))  # type: ignore[operator]
+    with subject.with_(update=update):
+        await asyncio.to_thread(subject.engine.take, "i:11")
+    assert NORM in await subject.flaw(manifest, "i:11")
+
+
+@pytest.mark.parametrize("update", UPDATES)
+async def test_one_flipped_bit_is_found_and_the_parameter_named(subject: Subject, update: str) -> None:
+    manifest = await subject.receive(subject.version(1))
+    await asyncio.to_thread(subject.engine.expect, manifest)
+    weights = subject.engine.room({n: (p.dtype, p.shape, p.data.nbytes) for n, p in subject.version(1).items()})
+    weights[Q].data[5] ^= 0x10
+    with subject.with_(update=update):
+        await asyncio.to_thread(subject.engine.take, "i:20")
+    assert re.search(
+        rf"rank 0: parameter '{FUSED}' sums up to [0-9a-f]{{16}}, expected ", await subject.flaw(manifest, "i:20")
+    )
+
+
+def reshaped(version: Pieces, name: str) -> Pieces:
+    rows, *rest = version[name].shape
+    return {**version, name: Piece("F32", (rows * 2, rest[0] // 2) if rest else (8, rows // 8), version[name].data)}
+
+
+@pytest.mark.parametrize("wrong", [renamed, without, reshaped])
+@pytest.mark.parametrize("name", [Q, NORM])
+async def test_what_is_no_version_of_the_model_is_refused_before_the_server_hears_of_it(
+    subject: Subject, wrong: object, name: str
+) -> None:
+    """A wrong shape ends the server's process, whether it is sent as tensors or read from disk."""
+    manifest = await subject.receive(wrong(subject.version(2), name))  # type: ignore[operator]
+    with pytest.raises(TransferError, match=r"^mismatch: "):
+        await asyncio.to_thread(subject.engine.expect, manifest)
+
+
+async def test_a_broadcast_that_the_server_refuses_leaves_it_fit_for_the_next(subject: Subject) -> None:
+    await subject.receive(reshaped(subject.version(1), Q))
+    with pytest.raises(TransferError, match=r"^refused: "):
+        await asyncio.to_thread(subject.engine.take, "i:30")
+    await subject.load(2, "i:31")
+    assert subject.died == []
+
+
+async def test_another_name_is_another_version_whatever_it_sums_up_to(subject: Subject) -> None:
+    manifest = await subject.load(1, "i:40")
+    assert "'i:40'" in await subject.flaw(manifest, "i:41")
+
+
+async def test_what_nobody_has_worked_out_is_not_proven(subject: Subject) -> None:
+    await subject.load(1, "i:50")
+    assert "nobody" in await subject.flaw("0" * 64, "i:50")
+
+
+async def test_the_model_and_its_name_stay_what_they_were(subject: Subject) -> None:
+    before = subject.engine.client.get("model_info")
+    with subject.with_(update="disk"):
+        await subject.load(1, "i:60")
+    after = subject.engine.client.get("model_info")
+    assert after["weight_version"] == "i:60"
+    for name in ("model_path", "served_model_name"):
+        assert after[name] == before[name]
+
+
+# -- prompts
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"ids": (11, SHAPE.vocab, 10)},
+        {"ids": (11, -1, 10)},
+        {"ids": ()},
+        {"max_tokens": 0},
+        {"max_tokens": SHAPE.max_len - RESERVED - 2},
+        {"temperature": float("nan")},
+        {"temperature": -1.0},
+    ],
+)
+async def test_a_prompt_that_would_end_or_trick_the_server_is_never_sent(
+    subject: Subject, wrong: dict[str, object]
+) -> None:
+    with pytest.raises(Rejected):
+        await subject.engine.answer(Prompt(**{"ids": (11, 7, 10), "max_tokens": 4, **wrong}))  # type: ignore[arg-type]
+    assert len((await subject.engine.answer(PROMPT)).completion.ids) == 4
+
+
+async def test_the_longest_answer_has_all_of_its_tokens(subject: Subject) -> None:
+    longest = Prompt(ids=(11,) * 1000, max_tokens=SHAPE.max_len - RESERVED - 1000)
+    assert len((await subject.engine.answer(longest)).completion.ids) == longest.max_tokens
+
+
+# -- stopping
+
+
+async def in_hand(subject: Subject, prompt: Prompt = LONG) -> asyncio.Task[Answer]:
+    """An answer that has come some way."""
+    asked = asyncio.create_task(subject.engine.answer(prompt))
+    await asyncio.sleep(0.7)
+    assert not asked.done(), "the machine is too fast for this test: ask for more tokens"
+    return asked
+
+
+async def test_what_is_aborted_comes_back_unfinished(subject: Subject) -> None:
+    await subject.load(1, "i:70")
+    asked = await in_hand(subject)
+    await subject.engine.abort()
+    answer = await asked
+    assert answer.completion.finish_reason == "" and 0 < len(answer.completion.ids) < LONG.max_tokens
+
+
+async def test_the_server_is_rid_of_what_nobody_waits_for(subject: Subject) -> None:
+    asked = await in_hand(subject)
+    asked.cancel()
+    await asyncio.gather(asked, return_exceptions=True)
+    until = time.monotonic() + 5
+    while subject.engine.client.get("v1/loads")["loads"][0]["num_running_reqs"]:
+        assert time.monotonic() < until
+        await asyncio.sleep(0.05)
+
+
+@pytest.mark.parametrize("prefix_cache", [False, True], ids=["in_place", "retract"])
+async def test_what_was_halted_goes_on_with_the_next_version_and_says_who_sampled_what(
+    subject: Subject, prefix_cache: bool
+) -> None:
+    """Halted in place, the keys and values of the first version are kept; retracted, the next one computes its own, so
+    that its tokens are those of its own forward pass over all that came before."""
+    await subject.load(1, "i:80")
+    with subject.with_(prefix_cache=prefix_cache):
+        asked = await in_hand(subject)
+        await subject.engine.halt()
+        await subject.load(2, "i:81")
+        await subject.engine.go_on()
+        answer = await asked
+    (first, before), (second, after) = answer.versions
+    assert (first, second, before + after) == ("i:80", "i:81", 900) and before > 0
+    found = torch.tensor(answer.completion.logprobs)
+    close = [found.sub(logprobs(subject.policy(seed), LONG, answer.completion)).abs() < CLOSE for seed in (1, 2)]
+    assert bool(close[0][:before].all())
+    assert bool(close[1][before:].all()) == prefix_cache
+
+
+async def test_nothing_is_sampled_while_it_is_halted(subject: Subject) -> None:
+    await subject.load(1, "i:90")
+    asked = await in_hand(subject)
+    await subject.engine.halt()
+    first = subject.engine.client.get("v1/loads")["loads"][0]["num_used_tokens"]
+    await asyncio.sleep(0.5)
+    assert subject.engine.client.get("v1/loads")["loads"][0]["num_used_tokens"] == first > 0
+    await subject.engine.go_on()
+    await subject.engine.go_on()
+    assert len((await asked).completion.ids) == 900
+
+
+# -- start and end
+
+
+async def test_a_server_that_cannot_start_says_the_end_of_its_log(tmp_path: Path) -> None:
+    died: list[str] = []
+    async with contextlib.AsyncExitStack() as stack:
+        with pytest.raises(Unavailable, match=r"(?s)SGLang ended with status.*no-such-backend.*sglang.log"):
+            await start(
+                config(tmp_path, options={"attention-backend": "no-such-backend"}), Me("e1", "b"), died.append, stack
+            )
+    assert died == []
+
+
+async def test_a_process_is_ended_with_all_that_it_started(tmp_path: Path) -> None:
+    """As a server's: a group of processes, of which some do not listen."""
+    script = (
+        "import subprocess, sys, signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN);"
+        "subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)']);"
+        "print('up', flush=True); time.sleep(60)"
+    )
+    process = Process(["-c", script], environment("cpu", tmp_path), tmp_path / "log")
+    while "up" not in process.last_words():  # noqa: ASYNC110 - another process says it
+        await asyncio.sleep(0.05)
+    all_of_it = psutil.Process(process.process.pid).children(recursive=True)
+    assert len(all_of_it) == 1
+    process.end()
+    process.end()
+    assert not psutil.wait_procs(all_of_it, timeout=5)[1]

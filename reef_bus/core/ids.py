@@ -16,6 +16,7 @@ from reef_bus.errors import ContractError, ReefError, Rejected
 BASE = "base"
 """The candidate id of release 0, the model that a scenario was registered with."""
 
+MAX_DIGITS = 4300  # Python reads no more
 TOKEN = re.compile(r"[A-Za-z0-9_-]+")
 _ENCODED = "b64-"
 _ADAPTER = "reef-adapter-"
@@ -35,7 +36,7 @@ class LoadId(msgspec.Struct, frozen=True, gc=False):
 def parse_load_id(text: str) -> LoadId:
     """Take a load id apart at its last colon; ContractError unless it is spelled canonically."""
     incarnation, _, digits = text.rpartition(":")
-    if incarnation and digits.isascii() and digits.isdecimal():
+    if incarnation and len(digits) <= MAX_DIGITS and digits.isascii() and digits.isdecimal():
         found = LoadId(incarnation, int(digits))
         if str(found) == text:
             return found

@@ -16,7 +16,9 @@ def test_a_load_id_is_taken_apart_at_its_last_colon() -> None:
     assert parse_load_id("a:b:0") == LoadId("a:b", 0)
 
 
-@pytest.mark.parametrize("text", ["", "3", ":3", "inc", "inc:", "inc:x", "inc:-1", "inc:03", "inc: 3", "inc:٣"])
+@pytest.mark.parametrize(
+    "text", ["", "3", ":3", "inc", "inc:", "inc:x", "inc:-1", "inc:03", "inc: 3", "inc:٣", "inc:" + "1" * 4301]
+)
 def test_what_is_spelled_in_another_way_is_no_load_id(text: str) -> None:
     with pytest.raises(ContractError, match="is not <incarnation>:<sequence>"):
         parse_load_id(text)

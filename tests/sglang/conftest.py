@@ -11,13 +11,15 @@ import importlib.util
 import os
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+import pytest_asyncio
 
 import consumers.reef_engine.sglang as ours
+from tests.sglang.subject import Subject, running
 
 if importlib.util.find_spec("sglang") is None:
     raise pytest.UsageError(f"{sys.executable} has no sglang: run `make test-sglang`, which has an environment for it")
@@ -26,6 +28,14 @@ CPU = Path(ours.__file__).parent / "cpu"
 
 # Read when sglang and transformers are imported; nothing here may ask the network for a model.
 os.environ |= {"SGLANG_USE_CPU_ENGINE": "1", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def subject(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Subject]:
+    """One server for all tests: it takes half a minute to start."""
+    async with running(tmp_path_factory.mktemp("sglang")) as found:
+        yield found
+        assert found.died == []
 
 
 @pytest.fixture(scope="session")

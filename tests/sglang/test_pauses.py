@@ -11,7 +11,6 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-import pytest_asyncio
 import torch
 from msgspec.structs import replace
 
@@ -24,19 +23,12 @@ from reef_bus.core.effects import Me
 from reef_bus.core.publication import PAUSES
 from reef_bus.events import EngineFenced, EngineStaged, ReceiverVerified, Span
 from tests.box import CONFIG, Box
-from tests.sglang.subject import CLOSE, Subject, logprobs, running
+from tests.sglang.subject import CLOSE, Subject, logprobs
 from tests.unit.test_attach import loop
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 LONG = Prompt(ids=(11, 7, 10), max_tokens=900)
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def subject(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Subject]:
-    async with running(tmp_path_factory.mktemp("sglang")) as found:
-        yield found
-        assert found.died == []
 
 
 class Served(Box):

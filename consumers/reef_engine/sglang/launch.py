@@ -112,7 +112,7 @@ class Process:
     async def ready(self, client: Client, limit_s: float) -> None:
         """Wait until it generates. Raises Unavailable with the end of its log when it ends, or takes longer."""
         began = said = time.monotonic()
-        while not await blocking(_healthy, client):
+        while not await blocking(healthy, client):
             now = time.monotonic()
             if self.process.poll() is not None:
                 raise Unavailable(f"SGLang ended with status {self.process.returncode}:{self.last_words()}")
@@ -126,11 +126,11 @@ class Process:
             await asyncio.sleep(POLL_S)
         log.info("SGLang generates after %.1f s", time.monotonic() - began)
 
-    async def ended(self) -> int:
-        """Wait until it has ended by itself; its exit status."""
+    async def ended(self) -> str:
+        """Wait until it has ended by itself; says how."""
         while (status := self.process.poll()) is None:  # noqa: ASYNC110 - nobody else would set an event
             await asyncio.sleep(POLL_S)
-        return status
+        return f"SGLang ended with status {status}:{self.last_words()}"
 
     def end(self) -> None:
         """End it and whatever it started: it has nothing that could be lost. Safe to repeat."""
@@ -139,7 +139,7 @@ class Process:
         self.process.wait()
 
 
-def _healthy(client: Client) -> bool:
+def healthy(client: Client) -> bool:
     try:
         client.get("health", timeout_s=5.0)
     except (TransferError, Unavailable):

@@ -148,7 +148,7 @@ class Server:
     def abort_all(self) -> None:
         self.aborts += 1
         for request in self.in_hand.values():
-            request.aborted = not request.ended.is_set()
+            request.aborted |= not request.ended.is_set()
         self.move()
 
     def load(self, given: Mapping[str, bytes], label: str, fate: Update) -> None:

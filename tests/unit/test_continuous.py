@@ -108,7 +108,8 @@ async def scene(folder: Path, pause: str = "drain", most: int = 4) -> AsyncItera
         it.worker.cancel()
         await asyncio.gather(it.worker, return_exceptions=True)
     await asyncio.sleep(0)
-    assert it.unseen == [] and not it.server.in_hand and not it.agent.memory.locked()
+    assert it.unseen == [] and not it.agent.memory.locked()
+    assert not it.server.in_hand and not it.endpoint.in_hand
 
 
 def check(answer: Generated, prompt: Prompt, *parts: tuple[str, int]) -> None:
@@ -119,8 +120,8 @@ def check(answer: Generated, prompt: Prompt, *parts: tuple[str, int]) -> None:
 
 
 def violations(answers: Sequence[Generated], pause: str, *history: Step) -> list[str]:
-    """What the audit has to say of these answers' times, given what was on the log."""
-    found = Play(*paused(pause, *history))
+    """What the audit has to say of these answers' times, given what was on the log; its targets have that pause."""
+    found = Play(*(paused(pause, *history) if pause else history))
     for number, each in enumerate(answers):
         said = record(f"r{number}", E0, int(each.load_id.removeprefix("inc:")), each.as_of, {})
         tokens = len(each.completion.ids)

@@ -99,7 +99,7 @@ class Server:
         self.there, self.back = asyncio.Event(), asyncio.Event()  # the roads: whoever is on its way waits for them
         self.there.set()
         self.back.set()
-        self.paused = self.dead = False
+        self.paused = self.dead = self.mute = False  # mute: it does not say what its memory sums up to
         self.in_hand: dict[asyncio.Task[None], Request] = {}
         self.asked, self.dropped = list[Prompt](), list[Prompt]()
         self.loads = self.aborts = self.halts = self.most = 0
@@ -167,6 +167,8 @@ class Server:
             self.label = label
 
     def sums(self) -> dict[str, str]:
+        if self.mute:
+            raise TransferError("refused", "/sums: 500 not now")
         return {name: hashlib.sha256(data).hexdigest()[:16] for name, data in self.parameters.items()}
 
 
@@ -226,9 +228,10 @@ class Apart(ContinuousBackend):
             raise Unavailable("the server gave no answer to /update")
 
     def proof(self, manifest: str, load_id: str) -> Proof:
-        expected, found = self._expected.get(manifest), self.server.sums()
+        expected = self._expected.get(manifest)
         if expected is None:
             return Proof("nobody has worked out what the server should hold", 0, "")
+        found = self.server.sums()
         wrong = [name for name, sum_ in expected.items() if found[name] != sum_]
         flaw = f"parameter {wrong[0]!r} sums up to {found[wrong[0]]}, expected {expected[wrong[0]]}" if wrong else ""
         if self.server.label != load_id:

@@ -170,6 +170,16 @@ async def test_tensors_that_are_no_version_of_the_model_are_refused_before_they_
     assert isinstance(said, ReceiverFailed) and said.cause == "mismatch" and found.server.loads == 0
 
 
+async def test_an_engine_that_refuses_to_say_what_it_holds_has_proven_nothing(tmp_path: Path) -> None:
+    found = Found(tmp_path)
+    found.server.mute = True
+    said = await found.say(found.receiving())
+    assert isinstance(said, ReceiverFailed) and said.cause == "digest" and "500 not now" in said.detail
+    found.see(*COMMITTED)
+    left = await found.say(found.heading())
+    assert isinstance(left, EngineLeft) and "500 not now" in left.reason and not found.agent.gate()
+
+
 async def test_the_fault_switch_strikes_between_the_room_and_the_engine(tmp_path: Path) -> None:
     """What arrived was right, and what the engine took was not: only its own sums can tell."""
     found = Found(tmp_path, Fault(at=1))

@@ -16,6 +16,8 @@ from msgspec.structs import replace
 
 from consumers.reef_engine.continuous import Continuous
 from consumers.reef_engine.endpoint import MAX_RETRACTIONS
+from consumers.reef_engine.role import _endpoint
+from consumers.reef_engine.server import Server
 from reef_bus.backends import Generated, Prompt
 from reef_bus.core.effects import Fence, Receive
 from reef_bus.errors import Rejected
@@ -24,6 +26,7 @@ from tests.apart import by_hand
 from tests.facts import E0, SERVING, fenced, holds, paused
 from tests.loop import quiet, until
 from tests.spec import Step
+from tests.unit.test_agent import Floats
 from tests.unit.test_agent_apart import Found
 from tests.unit.test_invariants import Play
 from tests.unit.test_invariants import answer as record
@@ -129,6 +132,13 @@ def violations(answers: Sequence[Generated], pause: str, *history: Step) -> list
     return [violation.text for violation in found.audit().violations if violation.invariant in (1, 2)]
 
 
+def test_the_endpoint_is_the_one_that_the_backend_needs(tmp_path: Path) -> None:
+    found = Found(tmp_path).agent
+    assert isinstance(_endpoint(found, found.backend, 4), Continuous) and isinstance(
+        _endpoint(found, Floats(), 4), Server
+    )
+
+
 # -- who is passed on
 
 
@@ -213,6 +223,22 @@ async def test_a_drain_answers_what_is_in_hand_first_and_lets_nobody_in(tmp_path
         it.see(*RELEASED)
         check(await late, TWIN, ("inc:1", 20))
     assert violations([first.result(), late.result()], "drain", *RELEASED) == []
+
+
+async def test_whoever_wants_the_memory_comes_before_later_requests_though_the_gate_is_open(
+    tmp_path: Path,
+) -> None:
+    async with scene(tmp_path) as it:
+        (first,) = await it.ask_and_hold(7, LONG)
+        fence = asyncio.create_task(it.fence())
+        await quiet(0.02)
+        (second,) = it.ask(TWIN)
+        await quiet()
+        assert it.agent.gate() and it.server.asked == [LONG] and not fence.done()
+        it.let_go()
+        await fence
+        check(await first, LONG, ("inc:0", 20))
+        check(await second, TWIN, ("inc:0", 20))
 
 
 @pytest.mark.parametrize("how", ["given up", "never begun"])

@@ -49,6 +49,21 @@ async def test_it_goes_on_over_a_fence_and_says_who_sampled_what(tmp_path: Path)
     assert len(violations(merged, "in_place", *RELEASED)) >= 2, "or the audit would find nothing at all"
 
 
+async def test_a_part_lasts_until_the_engine_stands_whatever_is_folded_meanwhile(tmp_path: Path) -> None:
+    async with scene(tmp_path, "in_place") as it:
+        (asked,) = await it.ask_and_hold(7, LONG)
+        halting, later = it.found.backend.halt, (*TARGETED, fenced("e1", 1))
+
+        async def halt() -> None:
+            it.see(*later)
+            await halting()
+
+        it.found.backend.halt = halt  # type: ignore[method-assign]
+        await it.release()
+        it.let_go()
+        assert [span.done_as_of for span in (await asked).spans] == [len(later), len(RELEASED)]
+
+
 async def test_it_goes_on_over_a_swap_that_was_staged_meanwhile(tmp_path: Path) -> None:
     async with scene(tmp_path, "in_place") as it:
         (asked,) = await it.ask_and_hold(7, LONG)

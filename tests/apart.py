@@ -32,7 +32,9 @@ Update = Literal[
 ]
 """What becomes of an update. All but the last three say that they succeeded; of `lost` and `unheard` nobody hears."""
 
-Fate = Literal["", "names another version", "too few tokens", "too few named", "never ends", "cancelled"]
+Fate = Literal[
+    "", "names another version", "names one too many", "too few tokens", "too few named", "never ends", "cancelled"
+]
 """What becomes of a request."""
 
 
@@ -85,6 +87,8 @@ class Request:
         labels = ["inc:99"] * len(self.ids) if self.fate == "names another version" else self.labels
         if self.fate in ("too few named", "too few tokens"):
             labels = labels[:-1]
+        if self.fate == "names one too many":
+            labels = [*labels, "inc:99"]
         return Answer(completion, tuple((label, len(list(run))) for label, run in groupby(labels)))
 
 
@@ -102,7 +106,7 @@ class Server:
         self.paused = self.dead = self.mute = False  # mute: it does not say what its memory sums up to
         self.in_hand: dict[asyncio.Task[None], Request] = {}
         self.asked, self.dropped = list[Prompt](), list[Prompt]()
-        self.loads = self.aborts = self.halts = self.most = 0
+        self.loads = self.aborts = self.halts = self.goes = self.most = 0
         self._moved = asyncio.Event()
 
     def move(self) -> None:
@@ -282,6 +286,7 @@ class Apart(ContinuousBackend):
     async def go_on(self) -> None:
         self._alive()
         self.server.paused = False
+        self.server.goes += 1
         self.server.move()
         await asyncio.sleep(0)
 

@@ -14,9 +14,23 @@ import pytest
 from msgspec.structs import replace
 
 from reef_bus.backends import Generated, Prompt
-from reef_bus.events import ReceiverVerified
+from reef_bus.events import EngineStaged, ReceiverVerified
 from tests.apart import by_hand
-from tests.facts import E0, E1, SERVING, committed, fenced, halted, holds, offered, target, trained, verified
+from tests.facts import (
+    E0,
+    E1,
+    SERVING,
+    committed,
+    fenced,
+    halted,
+    holds,
+    offered,
+    staged,
+    swapped,
+    target,
+    trained,
+    verified,
+)
 from tests.spec import Step
 from tests.unit.test_continuous import VERSIONS, Scene, scene, violations
 
@@ -54,7 +68,25 @@ class Story:
                     way.clear() if way.is_set() else way.set()
             await asyncio.sleep(0)
 
-    async def release(self, n: int, parent: int, name: str) -> int:
+    async def staged(self, n: int, parent: int, name: str) -> int:
+        """The n-th publication, beside what is served; the swap may fail, and then it is loaded. Returns the head."""
+        pause, base = self.chance.choice(PAUSES), VERSIONS[f"inc:{parent}"]
+        beside = replace(target(n, name, E0, E1, parent=parent), mode="staged", pause=pause)
+        self.see(*trained(name, base, n), beside, offered(n, name))
+        await self.moments()
+        assert isinstance(await self.it.found.say(self.it.found.staging(name, n)), EngineStaged)
+        self.see(staged("e0", n, name), staged("e1", n, name))
+        await self.moments(30)
+        self.see(committed(n, name, E0, E1, parent=parent))
+        await self.moments(30)
+        if self.chance.random() < 0.3:
+            self.it.server.updates.append("drops a tensor")
+        said = await self.it.found.say(self.it.found.heading(name, n, pause))
+        assert isinstance(said, ReceiverVerified)
+        self.see(replace(swapped("e0", n, name), method=said.method))
+        return n
+
+    async def fenced(self, n: int, parent: int, name: str) -> int:
         """The n-th publication: committed, or halted and the head proven again. Returns the head."""
         pause, base = self.chance.choice(PAUSES), VERSIONS[f"inc:{parent}"]
         self.see(*trained(name, base, n), replace(target(n, name, E0, E1, parent=parent), pause=pause))
@@ -96,7 +128,7 @@ async def test_whatever_the_order_nobody_is_forgotten_and_every_token_is_named_r
             it.server.there.set()  # a drain waits for what is on its way
             it.server.back.set()
             opening = asyncio.create_task(open_again(it))
-            head = await story.release(n, head, f"c{n}")
+            head = await chance.choice((story.fenced, story.staged))(n, head, f"c{n}")
             opening.cancel()
         await story.moments(60)
         people.cancel()

@@ -156,6 +156,8 @@ async def test_an_engine_that_stands_with_nothing_in_hand_goes_on_for_the_next_o
         (other,) = it.ask(LONG)
         async with asyncio.timeout(2):
             check(await other, LONG, ("inc:0", 20))
+        check(await it.ask(TWIN)[0], TWIN, ("inc:0", 20))
+        assert (it.server.halts, it.server.goes) == (1, 1)
 
 
 # -- what starts over
@@ -203,7 +205,7 @@ async def test_what_starts_over_does_so_in_the_order_in_which_it_was_asked(tmp_p
 # -- engines that err
 
 
-WRONG: tuple[Fate, ...] = ("names another version", "too few tokens", "too few named")
+WRONG: tuple[Fate, ...] = ("names another version", "names one too many", "too few tokens", "too few named")
 
 
 @pytest.mark.parametrize("fate", WRONG)

@@ -160,6 +160,22 @@ async def test_an_engine_that_stands_with_nothing_in_hand_goes_on_for_the_next_o
         assert (it.server.halts, it.server.goes) == (1, 1)
 
 
+async def test_an_engine_stays_as_it_stands_when_the_gate_closes_before_the_memory_is_to_be_had(tmp_path: Path) -> None:
+    async with scene(tmp_path, "in_place") as it:
+        (asked,) = await it.ask_and_hold(7, LONG)
+        it.see(*TARGETED)
+        await it.fence()
+        async with it.agent.memory:
+            it.see(*SERVING)
+            await until(lambda: bool(it.agent.memory._waiters))
+            it.see(*TARGETED)
+        await quiet(0.02)
+        assert it.server.paused and it.server.goes == 0
+        it.let_go()
+        it.see(*SERVING)
+        check(await asked, LONG, ("inc:0", 20))
+
+
 # -- what starts over
 
 

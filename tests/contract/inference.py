@@ -37,6 +37,7 @@ async def at_once() -> None:
 
 class Subject(NamedTuple):
     """`backend` is started. `versions`: "one" and "other", two versions of its model that answer `prompt` differently.
+    `longest`: how many tokens fit, prompt and answer; and how many of them the prompt may have, if not all but one.
     `greedy`: which tokens a version must give at temperature 0, from its tensors and by other code, where there is any.
     `begun` returns when a request that was just made has probably come some way, of `long` tokens, and not to its end.
     """
@@ -49,6 +50,7 @@ class Subject(NamedTuple):
     greedy: Callable[[Pieces, Prompt], tuple[int, ...]] | None = None
     begun: Callable[[], Awaitable[None]] = at_once
     long: int = 24
+    longest_prompt: int = 0
 
     def asking(self, max_tokens: int = 8, temperature: float = 0.0, seed: int | None = None) -> Prompt:
         return Prompt(ids=self.prompt, max_tokens=max_tokens, temperature=temperature, seed=seed)
@@ -202,11 +204,17 @@ async def an_answer_has_as_many_tokens_as_were_asked_for(subject: Subject) -> No
         _named(subject, answer, load_id)
 
 
-async def the_longest_prompt_that_fits_is_served(subject: Subject) -> None:
+async def the_longest_that_fits_is_answered_whole(subject: Subject) -> None:
+    """No engine gives fewer tokens than it was asked for, and says nothing."""
     await subject.fill("one")
-    ids = tuple(itertools.islice(itertools.cycle(subject.prompt), subject.longest - 2))
-    answer = await subject.ask(Prompt(ids=ids, max_tokens=2, temperature=0.0))
-    assert len(answer.completion.ids) == 2
+    for length in (len(subject.prompt), _longest_prompt(subject)):
+        ids = tuple(itertools.islice(itertools.cycle(subject.prompt), length))
+        answer = await subject.ask(Prompt(ids=ids, max_tokens=subject.longest - length, temperature=0.0))
+        assert len(answer.completion.ids) == subject.longest - length, f"after {length}"
+
+
+def _longest_prompt(subject: Subject) -> int:
+    return subject.longest_prompt or subject.longest - 1
 
 
 def _bad(subject: Subject) -> dict[str, Prompt]:
@@ -216,7 +224,8 @@ def _bad(subject: Subject) -> dict[str, Prompt]:
         "an id below 0": replace(good, ids=(*subject.prompt, -1)),
         "an id beyond the vocabulary": replace(good, ids=(subject.vocabulary, *subject.prompt)),
         "an id far beyond it": replace(good, ids=(2**31, *subject.prompt)),
-        "too long": replace(good, ids=subject.prompt[:1] * most, max_tokens=1),
+        "too long": replace(good, ids=subject.prompt[:1] * (_longest_prompt(subject) + 1), max_tokens=1),
+        "far too long": replace(good, ids=subject.prompt[:1] * 2 * most, max_tokens=1),
         "too long with its answer": replace(good, max_tokens=most - len(subject.prompt) + 1),
         "no tokens": replace(good, max_tokens=0),
         "fewer than none": replace(good, max_tokens=-1),
@@ -381,7 +390,7 @@ PROMISES: tuple[Promise, ...] = (
     what_lies_beside_is_not_read_before_it_is_taken,
     a_swap_reads_what_was_staged,
     an_answer_has_as_many_tokens_as_were_asked_for,
-    the_longest_prompt_that_fits_is_served,
+    the_longest_that_fits_is_answered_whole,
     what_cannot_be_served_is_rejected_and_spoils_nothing,
     it_names_the_pauses_that_there_are,
     what_is_retracted_is_given_back_unfinished_and_may_start_over,

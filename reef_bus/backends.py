@@ -157,7 +157,8 @@ class InferenceBackend(ABC):
         raise self._not_apart()
 
     def proof(self, manifest: str, load_id: str) -> Proof:
-        """Whether the forward pass reads the version `manifest`, as what its answers call `load_id`."""
+        """Whether the forward pass reads the version `manifest`, as what its answers call `load_id`. Raises
+        TransferError if the engine refuses to say."""
         raise self._not_apart()
 
     def _not_apart(self) -> ContractError:

@@ -106,6 +106,16 @@ def test_the_shims_are_on_the_path_only_where_there_is_no_gpu(tmp_path: Path, mo
     assert "SGLANG_USE_CPU_ENGINE" not in environment("cuda", tmp_path)
 
 
+def test_ranks_on_a_cpu_share_its_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1, 2, 5})
+    assert environment("cpu", tmp_path, 2)["SGLANG_CPU_OMP_THREADS_BIND"] == "0,1|2,5"
+    assert environment("cpu", tmp_path, 3)["SGLANG_CPU_OMP_THREADS_BIND"] == "0|1|2,5"
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {3})
+    assert environment("cpu", tmp_path, 2)["SGLANG_CPU_OMP_THREADS_BIND"] == "3|3"
+    assert "SGLANG_CPU_OMP_THREADS_BIND" not in environment("cpu", tmp_path)
+    assert "SGLANG_CPU_OMP_THREADS_BIND" not in environment("cuda", tmp_path, 2)
+
+
 # -- the room
 
 

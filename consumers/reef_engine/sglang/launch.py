@@ -42,15 +42,24 @@ def device(asked: str) -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def environment(device: str, scratch: Path) -> dict[str, str]:
+def environment(device: str, scratch: Path, ranks: int = 1) -> dict[str, str]:
     """Nothing is fetched from anywhere; sockets and the like go to `scratch`. Without a GPU the shims come first on the
-    path."""
+    path, and several ranks share the cores: SGLang itself gives each a NUMA node, or refuses."""
     found = {**os.environ, "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "PYTHONWARNINGS": "ignore"}
     found["TMPDIR"] = str(scratch)
     if device == "cpu":
         path = os.pathsep.join(filter(None, (str(SHIMS), os.environ.get("PYTHONPATH", ""))))
         found |= {"PYTHONPATH": path, "SGLANG_USE_CPU_ENGINE": "1", "CUDA_VISIBLE_DEVICES": ""}
+        if ranks > 1:
+            found.setdefault("SGLANG_CPU_OMP_THREADS_BIND", "|".join(_cores(ranks)))
     return found
+
+
+def _cores(ranks: int) -> list[str]:
+    """A list of cores for each rank; where there are fewer cores than ranks, some share one."""
+    cores = sorted(os.sched_getaffinity(0))
+    shares = [cores[rank * len(cores) // ranks : (rank + 1) * len(cores) // ranks] for rank in range(ranks)]
+    return [",".join(str(core) for core in share or cores[:1]) for share in shares]
 
 
 def model_flags(inference: Inference, folder: Path, device: str) -> list[str]:

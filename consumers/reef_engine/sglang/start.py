@@ -43,7 +43,10 @@ async def start(config: Config, me: Me, died: Callable[[str], None], stack: cont
     where = await blocking(device, inference.device)
     room = Room(Path(inference.model_path), place(Path(config.state_dir), me.id))
     stack.callback(room.close)
-    flags, around = model_flags(inference, room.folder, where), environment(where, room.scratch)
+    flags, around = (
+        model_flags(inference, room.folder, where),
+        environment(where, room.scratch, inference.tensor_parallel_size),
+    )
     oracle = Oracle(flags, inference.tensor_parallel_size, free_port(), around, run / f"{me.id}.oracle.log")
     stack.callback(oracle.close)
     if url := inference.urls.get(me.id):

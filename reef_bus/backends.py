@@ -55,7 +55,8 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Completion(msgspec.Struct, frozen=True, kw_only=True):
-    """What the policy sampled: ids and the logprob of each at the temperature that was asked for (natural log)."""
+    """What the policy sampled: ids and the logprob of each at the temperature that was asked for (natural log). With
+    the finish_reason `length` there are as many as were asked for."""
 
     ids: tuple[int, ...]
     logprobs: tuple[float, ...]

@@ -24,7 +24,7 @@ from reef_bus.events import Span
 log = logging.getLogger(__name__)
 
 LENGTH = "length"  # the finish_reason of an answer that has as many tokens as were asked for
-LOOK_S = 0.05  # who lets nobody in looks so often whether that is still so; and aborts again what still has not come
+LOOK_S = 0.05  # who lets nobody in looks so often whether that is still so; and between two aborts
 MAX_REFUTED = 3  # answers to one request that cannot be true; then its gateway hears of it, and may ask another engine
 
 
@@ -95,7 +95,7 @@ class Continuous(Endpoint):
                 if pause == IN_PLACE:
                     return await self._halt()
                 if pause == RETRACT:
-                    await self.backend.abort()
+                    await self._retract()
         except BaseException:
             await self._drop()  # before anybody else has the memory
             raise
@@ -185,6 +185,11 @@ class Continuous(Endpoint):
             return _tell(request, Unavailable(f"found {said}; an answer says what sampled it, token by token"))
         log.warning("an answer has %s; asking again", said)
         self.again.appendleft(request)
+
+    async def _retract(self) -> None:
+        """Once more, as long as anything is left: what had not arrived when the others were aborted goes on."""
+        await self.backend.abort()
+        await asyncio.wait(self.in_hand, timeout=LOOK_S)
 
     async def _halt(self) -> None:
         """Keep what is in hand, halfway."""

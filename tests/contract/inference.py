@@ -242,7 +242,7 @@ async def what_cannot_be_served_is_rejected_and_spoils_nothing(subject: Subject)
         said = await asyncio.gather(
             *(subject.ask(each) for each in (subject.asking(), prompt, subject.asking())), return_exceptions=True
         )
-        assert isinstance(said[1], Rejected), f"{what}: {said[1]!r}"
+        assert isinstance(said[1], Rejected), f"{what}: {said[1]!r:.200}"
         for answer in said[::2]:
             assert isinstance(answer, Answer) and answer.completion.ids == good, what
     if not isinstance(subject.backend, ContinuousBackend):

@@ -380,6 +380,10 @@ class Agent(Role):
             raise ContractError(found.flaw)
         return found
 
+    def doubt(self) -> None:
+        """What was proven is not what answers: it may be another's doing. Prove it again, or load it."""
+        self._writing()
+
     def _writing(self) -> None:
         self.proven = ""
         self.gate()

@@ -181,6 +181,7 @@ class Continuous(Endpoint):
         given = [part.load_id for part in request.parts]
         said = f"{len(answer.completion.ids)} tokens by {answer.versions}, sampled under {given}"
         request.refuted += 1
+        self.agent.doubt()
         if request.refuted >= MAX_REFUTED:
             return _tell(request, Unavailable(f"found {said}; an answer says what sampled it, token by token"))
         log.warning("an answer has %s; asking again", said)

@@ -17,6 +17,7 @@ from types import ModuleType
 
 import pytest
 import pytest_asyncio
+import torch
 
 import consumers.reef_engine.sglang as ours
 from tests.sglang.subject import Subject, running
@@ -27,7 +28,9 @@ if importlib.util.find_spec("sglang") is None:
 CPU = Path(ours.__file__).parent / "cpu"
 
 # Read when sglang and transformers are imported; nothing here may ask the network for a model.
-os.environ |= {"SGLANG_USE_CPU_ENGINE": "1", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
+os.environ |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
+if not torch.cuda.is_available():
+    os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
 
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")

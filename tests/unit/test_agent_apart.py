@@ -15,7 +15,7 @@ import pytest
 from consumers.reef_engine.agent import Agent, Fault
 from reef_bus.artifacts import ArtifactStore, save_weights
 from reef_bus.backends import Prompt
-from reef_bus.config import Config
+from reef_bus.config import Config, Publication
 from reef_bus.core.effects import Debt, Effect, Fence, Join, Me, Receive, Stage, VerifyHead
 from reef_bus.errors import ContractError, Unavailable
 from reef_bus.events import (
@@ -261,6 +261,34 @@ async def test_a_staging_that_is_overwritten_is_never_taken(tmp_path: Path) -> N
     await asyncio.gather(late, return_exceptions=True)
     said = await found.say(found.heading())
     assert isinstance(said, ReceiverVerified) and said.method == "artifact" and await found.holds("c1", "inc:1")
+    assert found.server.loads == 1
+
+
+@pytest.mark.parametrize("fate", ["lost", "unheard"])
+async def test_a_swap_of_which_nobody_heard_leaves_nothing_proven(tmp_path: Path, fate: str) -> None:
+    found = Found(tmp_path)
+    await found.say(found.staging())
+    found.see(*COMMITTED)
+    found.server.updates.append(fate)  # type: ignore[arg-type]
+    with pytest.raises(Unavailable):
+        await found.say(found.heading())
+    assert found.agent.proven == "" and found.agent.staged is None
+    said = await found.say(found.heading())
+    assert isinstance(said, ReceiverVerified) and said.method == ("memory" if fate == "lost" else "artifact")
+    assert await found.holds("c1", "inc:1")
+
+
+class Differing(Halting):
+    async def delta(self, *_: object, **__: object) -> bytes | None:
+        raise AssertionError("there is no memory here that a delta could be applied to")
+
+
+async def test_no_delta_is_asked_for_where_what_is_served_cannot_be_read(tmp_path: Path) -> None:
+    found = Found(tmp_path)
+    found.agent.config = Config(publication=Publication(delta=True))
+    found.agent.transports = {"files": Differing(found.store)}
+    said = await found.say(found.staging())
+    assert isinstance(said, EngineStaged) and said.base_manifest == ""
 
 
 async def test_a_fence_drops_what_was_staged(tmp_path: Path) -> None:

@@ -178,10 +178,11 @@ class Continuous(Endpoint):
             self._refute(request, answer)
 
     def _refute(self, request: Request, answer: Answer) -> None:
-        given = [part.load_id for part in request.parts]
-        said = f"{len(answer.completion.ids)} tokens by {answer.versions}, sampled under {given}"
+        given = {part.load_id for part in request.parts}
+        said = f"{len(answer.completion.ids)} tokens by {answer.versions}, sampled under {sorted(given)}"
         request.refuted += 1
-        self.agent.doubt()
+        if not given.issuperset(load_id for load_id, _ in answer.versions):
+            self.agent.doubt()
         if request.refuted >= MAX_REFUTED:
             return _tell(request, Unavailable(f"found {said}; an answer says what sampled it, token by token"))
         log.warning("an answer has %s; asking again", said)

@@ -9,7 +9,7 @@ import asyncio
 
 import pytest
 
-from consumers.reef_engine.sglang.backend import RESERVED
+from consumers.reef_engine.sglang.backend import PROMPT_RESERVED, RESERVED
 from reef_bus.backends import Pieces, Prompt
 from tests.contract.inference import PROMISES, Promise
 from tests.contract.inference import Subject as Promised
@@ -36,7 +36,7 @@ def promised(subject: Subject) -> Promised:
         by_the_policy,
         begun,
         long=900,
-        longest_prompt=SHAPE.max_len - 7,  # the server's own limit, which it says
+        longest_prompt=SHAPE.max_len - PROMPT_RESERVED,
     )
 
 

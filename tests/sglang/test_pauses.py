@@ -23,11 +23,12 @@ from reef_bus.core.effects import Me
 from reef_bus.core.publication import PAUSES
 from reef_bus.events import EngineFenced, EngineStaged, ReceiverVerified, Span
 from tests.box import CONFIG, Box
-from tests.sglang.subject import CLOSE, Subject, logprobs
+from tests.sglang.subject import CLOSE, Subject, greedy, logprobs
 from tests.unit.test_attach import loop
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
+SHORT = Prompt(ids=(11, 7, 10), max_tokens=16, temperature=0.0)
 LONG = Prompt(ids=(11, 7, 10), max_tokens=900)
 
 
@@ -61,6 +62,20 @@ async def served(folder: Path, subject: Subject, mode: str, pause: str) -> Async
         yield found
     finally:
         await found.stop()
+
+
+async def test_weights_that_somebody_else_has_loaded_never_answer(subject: Subject, tmp_path: Path) -> None:
+    """As on a server that is borrowed: the engine proves what it holds again, and loads its own version."""
+    async with served(tmp_path, subject, "fenced", "drain") as box, loop(box) as bus:
+        async with asyncio.timeout(60):
+            first = await bus.publish(dict(subject.policy(1).named_parameters()), step=0)
+            assert isinstance(first, Committed)
+            await subject.receive(subject.version(2))
+            await asyncio.to_thread(subject.engine.take, "somebody:1")
+            found = await box.ask(SHORT)
+            said = [event for event in await box.log() if isinstance(event, ReceiverVerified)]
+    assert found.load_id == first.load_id and found.completion.ids == greedy(subject.policy(1), SHORT)
+    assert said[-1].method == "artifact"
 
 
 @pytest.mark.parametrize("pause", PAUSES)

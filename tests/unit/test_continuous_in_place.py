@@ -221,7 +221,16 @@ async def test_what_starts_over_does_so_in_the_order_in_which_it_was_asked(tmp_p
 # -- engines that err
 
 
-WRONG: tuple[Fate, ...] = ("names another version", "names one too many", "too few tokens", "too few named")
+FOREIGN: tuple[Fate, ...] = ("names another version", "names one too many")
+WRONG: tuple[Fate, ...] = (*FOREIGN, "too few tokens", "too few named")
+
+
+async def prove_again(it: Scene, fate: Fate) -> None:
+    """Where an answer names what was never loaded, somebody else may have loaded it."""
+    if fate in FOREIGN:
+        await until(lambda: not it.agent.open.is_set())
+        said = await it.found.say(it.found.heading("base", 0, it.pause))
+        assert isinstance(said, ReceiverVerified) and said.method == "memory"
 
 
 @pytest.mark.parametrize("fate", WRONG)
@@ -229,6 +238,7 @@ async def test_an_answer_that_cannot_be_true_is_asked_again(tmp_path: Path, fate
     async with scene(tmp_path) as it:
         it.server.answers.append(fate)
         (asked,) = it.ask(LONG)
+        await prove_again(it, fate)
         check(await asked, LONG, ("inc:0", 20))
         assert it.server.asked == [LONG, LONG]
 
@@ -239,6 +249,8 @@ async def test_an_answer_that_is_never_true_is_never_given(tmp_path: Path, fate:
     async with scene(tmp_path) as it:
         it.server.answers.extend([fate] * MAX_REFUTED)
         (asked,) = it.ask(LONG)
+        for _ in range(MAX_REFUTED):
+            await prove_again(it, fate)
         with pytest.raises(Unavailable, match="inc:0"):
             await asked
         assert len(it.server.asked) == MAX_REFUTED and it.agent.served == 0

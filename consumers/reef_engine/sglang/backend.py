@@ -32,8 +32,8 @@ from reef_bus.runner import blocking
 log = logging.getLogger(__name__)
 
 SUMS_S = 300.0
-RESERVED = 2
-"""Positions that the server gives to nobody: it answers with fewer tokens, and says nothing about it."""
+RESERVED, PROMPT_RESERVED = 2, 7
+"""Positions that the server gives to nobody: an answer is cut there, and nothing said; a longer prompt is refused."""
 KNOWN = 8
 """Versions of which the expected sums are remembered: the head and what comes next, and a few to go back to."""
 
@@ -56,6 +56,8 @@ class Limits(msgspec.Struct, frozen=True):
             raise Rejected(
                 f"found prompt ids {prompt.ids}; expected at least one, each from 0 to {self.vocab_size - 1}"
             )
+        if len(prompt.ids) > (most := self.max_position_embeddings - PROMPT_RESERVED):
+            raise Rejected(f"found a prompt of {len(prompt.ids)} tokens; expected {most} at most")
         room = self.max_position_embeddings - RESERVED - len(prompt.ids)
         if not 1 <= prompt.max_tokens <= room:
             raise Rejected(

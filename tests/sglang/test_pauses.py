@@ -67,9 +67,10 @@ async def served(folder: Path, subject: Subject, mode: str, pause: str) -> Async
 async def test_weights_that_somebody_else_has_loaded_never_answer(subject: Subject, tmp_path: Path) -> None:
     """As on a server that is borrowed: the engine proves what it holds again, and loads its own version."""
     async with served(tmp_path, subject, "fenced", "drain") as box, loop(box) as bus:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(120):
             first = await bus.publish(dict(subject.policy(1).named_parameters()), step=0)
             assert isinstance(first, Committed)
+            await box.ask(SHORT)
             await subject.receive(subject.version(2))
             await asyncio.to_thread(subject.engine.take, "somebody:1")
             found = await box.ask(SHORT)
@@ -84,7 +85,7 @@ async def test_an_answer_on_its_way_while_a_release_comes(
     subject: Subject, tmp_path: Path, mode: str, pause: str
 ) -> None:
     async with served(tmp_path, subject, mode, pause) as box, loop(box) as bus:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(120):
             first = await bus.publish(dict(subject.policy(1).named_parameters()), step=0)
             answer = box.ask(LONG)
             await asyncio.sleep(0.7)

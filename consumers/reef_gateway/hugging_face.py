@@ -139,7 +139,7 @@ def _tokenizer(path: Path, said: TokenizerConfig) -> Tokenizer:
         tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # what tokenizers raises has no other name
         raise Rejected(
-            f"{path} cannot be read: {error}; transformers' AutoTokenizer.from_pretrained(…).save_pretrained(…) writes it"
+            f"{path} cannot be read: {error}; AutoTokenizer.from_pretrained(…).save_pretrained(…) writes such a file"
         ) from error
     tokenizer.no_truncation()  # a file may ask for either, and transformers takes both back for a chat
     tokenizer.no_padding()

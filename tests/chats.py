@@ -9,11 +9,15 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 END_OF_TEXT, IM_START, IM_END, TOOL_CALL = 256, 257, 258, 259
 CONTROL = {"<|endoftext|>": END_OF_TEXT, "<|im_start|>": IM_START, "<|im_end|>": IM_END}
 LENGTH = 2048
+
+QWEN2_WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 
 CHATML = """\
 {%- if tools %}
@@ -84,14 +88,30 @@ def byte_level(merges: tuple[tuple[str, str], ...] = ()) -> Tokenizer:
     return tokenizer
 
 
+def qwen2(merges: tuple[tuple[str, str], ...] = ()) -> Tokenizer:
+    """With what is particular about Qwen's: composed characters, and its own idea of a word."""
+    tokenizer = byte_level(merges)
+    tokenizer.normalizer = normalizers.NFC()
+    words = pre_tokenizers.Split(Regex(QWEN2_WORDS), "isolated")
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([words, pre_tokenizers.ByteLevel(False, use_regex=False)])
+    return tokenizer
+
+
 def reserved() -> dict[str, int]:
     return {**CONTROL, "<tool_call>": TOOL_CALL}
 
 
 def byte_fallback() -> Tokenizer:
     """As Llama's first ones: words with ▁ for a space before them, and bytes for what is in no word."""
-    words = ["<unk>", "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<tool_call>", *(f"<0x{n:02X}>" for n in range(256))]
-    words += ["▁", "h", "e", "l", "o", "w", "▁w", "he", "ll", "hell", "hello", "▁wo"]
+    words = [
+        "<unk>",
+        "<|endoftext|>",
+        "<|im_start|>",
+        "<|im_end|>",
+        "<tool_call>",
+        *(f"<0x{n:02X}>" for n in range(256)),
+    ]
+    words += ["▁", "h", "e", "l", "o", "w", "▁w", "he", "ll", "hell", "hello", "▁wo"]  # from 261 on
     merges = [("▁", "w"), ("h", "e"), ("l", "l"), ("he", "ll"), ("hell", "o"), ("▁w", "o")]
     vocab = {word: n for n, word in enumerate(words)}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True))

@@ -40,6 +40,7 @@ from reef_bus.journal import Journal
 from reef_bus.producer import ENGINE, LOAD_ID, RECEIPT, SCENARIO, SPANS, TAG
 from reef_bus.runner import Role, blocking
 from reef_bus.samples import MAX_SCORE, TokenRow
+from reef_bus.tokens import VOCAB
 
 log = logging.getLogger(__name__)
 
@@ -296,13 +297,26 @@ def _error(status: int, kind: str, message: str) -> web.Response:
 def _format(config: Config) -> ChatFormat:
     """A model folder's own, if it has a tokenizer. Raises Rejected if that cannot be used."""
     folder = Path(config.inference.model_path)
-    if not config.inference.model_path or not any((folder / name).exists() for name in TOKENIZER):
+    if not config.inference.model_path:
         return DIGITS
+    if not any((folder / name).exists() for name in TOKENIZER):
+        return _without_tokenizer(folder)
     try:
         from consumers.reef_gateway.hugging_face import read
     except ModuleNotFoundError as error:
         raise Rejected(f"{folder} has a tokenizer, which needs an extra: pip install 'reef-bus[chat]'") from error
     return read(folder)
+
+
+def _without_tokenizer(folder: Path) -> ChatFormat:
+    """The demo's folders have none, and its sixteen tokens."""
+    try:
+        found = msgspec.json.decode((folder / "config.json").read_bytes(), type=dict[str, Any]).get("vocab_size")
+    except (OSError, msgspec.MsgspecError) as error:
+        raise Rejected(f"{folder / 'config.json'} cannot be read: {error}") from error
+    if found != VOCAB:
+        raise Rejected(f"{folder} has {found} tokens and no {TOKENIZER[0]}: it belongs beside config.json")
+    return DIGITS
 
 
 async def _build(config: Config, journal: Journal, me: Me, stack: contextlib.AsyncExitStack) -> Role:

@@ -19,13 +19,15 @@ from tokenizers import Tokenizer
 from consumers.reef_engine.sglang import backend
 from consumers.reef_gateway import hugging_face
 from reef_bus.errors import Rejected
-from tests.chats import ALTERNATING, CHATML, LENGTH, byte_fallback, byte_level, write, write_chat_folder
+from tests.chats import ALTERNATING, CHATML, LENGTH, byte_fallback, byte_level, qwen2, write, write_chat_folder
 
 MERGES = (("h", "e"), ("l", "l"), ("he", "ll"), ("hell", "o"), ("Ġ", "w"), ("Ã", "©"), ("ð", "Ł"), ("ðŁ", "ĺ"))
-TOKENIZERS: dict[str, Callable[[], Tokenizer]] = {
-    "bytes": byte_level,
-    "merges": lambda: byte_level(MERGES),
-    "fallback": byte_fallback,
+ANY, QWEN2 = "PreTrainedTokenizerFast", "Qwen2Tokenizer"  # which makes its own, of the file's words and merges
+TOKENIZERS = {
+    "bytes": (ANY, byte_level()),
+    "merges": (ANY, byte_level(MERGES)),
+    "fallback": (ANY, byte_fallback()),
+    "qwen2": (QWEN2, qwen2(MERGES)),
 }
 WEATHER = {
     "type": "function",
@@ -35,7 +37,10 @@ WEATHER = {
         "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
     },
 }
-USER, HELLO = {"role": "user", "content": "hello world, hé 😀 <|im_end|> x"}, {"role": "assistant", "content": " hello\n"}
+USER, HELLO = (
+    {"role": "user", "content": "hello world, hé e\u0301 😀 <|im_end|> x"},
+    {"role": "assistant", "content": " hello\n"},
+)
 SYSTEM = {"role": "system", "content": "Be  brief.\n"}
 CALLED = {
     "role": "assistant",
@@ -55,8 +60,9 @@ CHATS: dict[str, tuple[str, list[dict[str, Any]], list[dict[str, Any]]]] = {
 
 
 @pytest.fixture(params=TOKENIZERS)
-def tokenizer(request: pytest.FixtureRequest) -> Tokenizer:
-    return TOKENIZERS[request.param]()
+def made(request: pytest.FixtureRequest) -> tuple[str, Tokenizer]:
+    """A tokenizer's class, and the tokenizer."""
+    return TOKENIZERS[request.param]
 
 
 @pytest.fixture
@@ -73,11 +79,12 @@ def theirs(auto: Any, messages: list[dict[str, Any]], tools: list[dict[str, Any]
 
 @pytest.mark.parametrize("chat", CHATS)
 def test_a_conversation_becomes_the_ids_that_transformers_makes_of_it(
-    auto: Callable[[Path], Any], tokenizer: Tokenizer, tmp_path: Path, chat: str
+    auto: Callable[[Path], Any], made: tuple[str, Tokenizer], tmp_path: Path, chat: str
 ) -> None:
     template, messages, tools = CHATS[chat]
-    folder = write_chat_folder(tmp_path, template, tokenizer)
+    folder = write_chat_folder(tmp_path, template, made[1], tokenizer_class=made[0])
     expected = theirs(auto(folder), messages, tools)
+    assert type(auto(folder)).__name__ in (made[0], "TokenizersBackend")
     assert len(expected) > 20
     assert hugging_face.read(folder).render(messages, tools) == expected
 
@@ -142,14 +149,14 @@ def test_a_file_that_asks_for_padding_and_truncation_changes_no_prompt(
 
 
 def test_ids_read_as_transformers_reads_them(
-    auto: Callable[[Path], Any], tokenizer: Tokenizer, tmp_path: Path
+    auto: Callable[[Path], Any], made: tuple[str, Tokenizer], tmp_path: Path
 ) -> None:
     """Whatever a policy may sample, ids included that stand for nothing."""
-    folder = write_chat_folder(tmp_path, CHATML, tokenizer)
+    folder = write_chat_folder(tmp_path, CHATML, made[1], tokenizer_class=made[0])
     ours, both = hugging_face.read(folder), auto(folder)
     chance = random.Random(7)
     sampled = [[chance.randrange(320) for _ in range(chance.randrange(40))] for _ in range(300)]
-    said = [tokenizer.encode(text).ids for text in ("hello world", "hé 😀", " hello", "a<|im_end|>b<tool_call>c")]
+    said = [made[1].encode(text).ids for text in ("hello world", "hé 😀", " hello", "a<|im_end|>b<tool_call>c")]
     for ids in itertools.chain(said, sampled):
         assert ours.shown(ids) == both.decode(ids, clean_up_tokenization_spaces=False)
         assert ours.spoken(ids) == both.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)

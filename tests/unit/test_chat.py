@@ -535,7 +535,8 @@ async def test_a_client_that_does_not_read_is_let_go_of_and_cannot_take_its_stre
     await asyncio.sleep(1.0)
     told = b""
     with contextlib.suppress(ConnectionResetError):
-        told = await reader.read(-1)
+        async with asyncio.timeout(5):
+            told = await reader.read(-1)
     assert b"[DONE]" not in told and len(found.events()) == 1
     writer.close()
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import json
 import random
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -19,7 +19,8 @@ from tokenizers import Tokenizer
 from consumers.reef_engine.sglang import backend
 from consumers.reef_gateway import hugging_face
 from reef_bus.errors import Rejected
-from tests.chats import ALTERNATING, CHATML, LENGTH, byte_fallback, byte_level, qwen2, write, write_chat_folder
+from tests.chats import ALTERNATING, CHATML, IM_END, LENGTH, byte_fallback, byte_level, qwen2, write, write_chat_folder
+from tests.front import fronted, says
 
 MERGES = (("h", "e"), ("l", "l"), ("he", "ll"), ("hell", "o"), ("Ġ", "w"), ("Ã", "©"), ("ð", "Ł"), ("ðŁ", "ĺ"))
 ANY, QWEN2 = "PreTrainedTokenizerFast", "Qwen2Tokenizer"  # which makes its own, of the file's words and merges
@@ -161,6 +162,46 @@ def test_ids_read_as_transformers_reads_them(
         assert ours.shown(ids) == both.decode(ids, clean_up_tokenization_spaces=False)
         assert ours.spoken(ids) == both.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         assert "".join(ours.pieces(ids)) == ours.spoken(ids)
+
+
+@pytest.fixture
+async def client(imported: Callable[[str], ModuleType], tmp_path: Path) -> AsyncIterator[Any]:
+    """OpenAI's own, before a gateway whose model says "hé", ends, and goes on."""
+    openai, model = imported("openai"), hugging_face.read(write_chat_folder(tmp_path / "model"))
+    sampled = (*"hé".encode(), IM_END, *b"more")
+    async with fronted(tmp_path / "store", model, says(sampled)) as found:
+        async with openai.AsyncOpenAI(base_url=f"{found.url}/v1", api_key="none", max_retries=0) as client:
+            yield client
+
+
+async def test_openais_client_reads_our_models_and_answers(client: Any) -> None:
+    [model] = [model async for model in client.models.list()]
+    answer = await client.chat.completions.create(model=model.id, messages=[USER], tools=[WEATHER], logprobs=True)
+    [choice] = answer.choices
+    assert (choice.message.content, choice.finish_reason, answer.usage.completion_tokens) == ("hé", "stop", 4)
+    assert [(token.token, token.logprob) for token in choice.logprobs.content][::3] == [
+        ("h", 0),
+        ("<|im_end|>", -0.375),
+    ]
+
+
+async def test_openais_client_reads_our_streams(client: Any) -> None:
+    options = {"stream": True, "stream_options": {"include_usage": True}, "logprobs": True}
+    asked = client.chat.completions.with_raw_response.create(model="reef-digit", messages=[USER], **options)
+    raw = await asked
+    *told, last = [chunk async for chunk in raw.parse()]
+    assert [chunk.choices[0].delta.content for chunk in told] == ["", "h", "é", None]
+    assert [chunk.choices[0].finish_reason for chunk in told] == [None, None, None, "stop"]
+    assert (last.choices, last.usage.completion_tokens, {chunk.id for chunk in told}) == (
+        [],
+        4,
+        {raw.headers["x-reef-agent-record-id"]},
+    )
+
+
+async def test_openais_client_says_what_was_refused(client: Any, imported: Callable[[str], ModuleType]) -> None:
+    with pytest.raises(imported("openai").BadRequestError, match="max_tokens is 0"):
+        await client.chat.completions.create(model="reef-digit", messages=[USER], max_tokens=0, stream=True)
 
 
 def test_an_answer_has_the_room_that_the_engine_gives_it() -> None:

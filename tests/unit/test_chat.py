@@ -19,7 +19,6 @@ from typing import Any
 import aiohttp
 import msgspec
 import pytest
-from aiohttp import web
 from hypothesis import given as holds
 from hypothesis import strategies as some
 
@@ -28,21 +27,10 @@ from consumers.reef_gateway import router as router_module
 from consumers.reef_gateway.chat import parse
 from consumers.reef_gateway.formats import DIGITS, HELD, ChatFormat
 from consumers.reef_gateway.hugging_face import HuggingFace, read
-from consumers.reef_gateway.recorder import Recorder
-from consumers.reef_gateway.role import Gateway
-from consumers.reef_gateway.router import Router
-from reef_bus.artifacts import ArtifactStore
-from reef_bus.backends import Completion, Generated, Prompt
+from reef_bus.backends import Generated, Prompt
 from reef_bus.config import Config, Inference
-from reef_bus.config import Gateway as GatewayConfig
-from reef_bus.core.effects import Me
 from reef_bus.core.membership import Engine
-from reef_bus.envelope import decode as read_event
 from reef_bus.errors import Rejected
-from reef_bus.events import InferenceRecorded
-from reef_bus.http import listen
-from reef_bus.journal import RECORDS, MemoryJournal, MemoryStreams
-from reef_bus.samples import TokenRow, decode_rows
 from tests.chats import (
     ALTERNATING,
     END_OF_TEXT,
@@ -55,9 +43,8 @@ from tests.chats import (
     write,
     write_chat_folder,
 )
-from tests.facts import SERVING
+from tests.front import Front, Hands, fronted, says
 from tests.loop import until
-from tests.spec import given
 
 USER = {"role": "user", "content": "7é"}
 PROMPT = (IM_START, *b"user\n7", 0xC3, 0xA9, IM_END, *b"\n", IM_START, *b"assistant\n")
@@ -289,56 +276,6 @@ def test_a_long_run_without_a_character_costs_no_more_for_each_token(formats: di
 # -- what is recorded, and what is told
 
 
-Hands = Callable[[Engine, Prompt], Awaitable[Generated]]
-
-
-class Scripted(Router):
-    """Engines are a function, which is asked one after the other."""
-
-    def __init__(self, hands: Hands) -> None:
-        super().__init__(None)  # type: ignore[arg-type]
-        self.hands = hands
-        self.asked: list[Prompt] = []
-
-    async def _post(self, engine: Engine, prompt: Prompt) -> Generated | None:
-        self.asked.append(prompt)
-        return await self.hands(engine, prompt)
-
-
-def says(ids: Sequence[int], load_ids: Sequence[str] = ("inc:0",)) -> Hands:
-    """`ids`, each with the logprob -n/8, by one load id after the other, and then by the last for ever."""
-    left = list(load_ids)
-
-    async def hands(engine: Engine, prompt: Prompt) -> Generated:
-        load_id = left.pop(0) if len(left) > 1 else left[0]
-        done = Completion(ids=tuple(ids), logprobs=tuple(-n / 8 for n in range(len(ids))), finish_reason="length")
-        return Generated(engine=engine.id, boot=engine.boot, load_id=load_id, as_of=7, done_as_of=7, completion=done)
-
-    return hands
-
-
-class Front:
-    """A gateway, and what it has recorded."""
-
-    def __init__(self, url: str, session: aiohttp.ClientSession, role: Gateway, journal: MemoryJournal) -> None:
-        self.url, self.session, self.role, self.journal = url, session, role, journal
-        assert isinstance(role.router, Scripted)
-        self.router = role.router
-
-    def events(self) -> list[InferenceRecorded]:
-        found = [read_event(*message).event for message in self.journal.streams.messages[RECORDS]]
-        return [event for event in found if isinstance(event, InferenceRecorded)]
-
-    def rows(self) -> list[TokenRow]:
-        store = self.role.recorder.store
-        return [decode_rows(store.get(event.blob.digest))[event.row] for event in self.events()]
-
-    async def ask(self, **fields: Any) -> tuple[aiohttp.ClientResponse, bytes]:
-        body = {"model": "reef-digit", "messages": [USER], **fields}
-        async with self.session.post(f"{self.url}/v1/chat/completions", json=body) as reply:
-            return reply, await reply.read()
-
-
 Fronts = Callable[[Hands], Awaitable[Front]]
 
 
@@ -347,20 +284,13 @@ async def front(tmp_path: Path, model: HuggingFace) -> AsyncIterator[Fronts]:
     async with contextlib.AsyncExitStack() as stack:
 
         async def start(hands: Hands) -> Front:
-            journal = MemoryJournal(MemoryStreams())
-            recorder = Recorder(journal, ArtifactStore(tmp_path / "store"), "gateway/g1", "g1")
-            await recorder.start(stack)
-            router = Scripted(hands)
-            router.moved(given(*SERVING).world)
-            config = Config(gateway=GatewayConfig(timeout_s=0.5))
-            role = Gateway(config, Me("gateway", "g1"), router, recorder, model)
-            app = web.Application(middlewares=[role_module.errors])
-            app.add_routes(role.routes())
-            url = await listen(app, "127.0.0.1", 0, stack)
-            session = await stack.enter_async_context(aiohttp.ClientSession())
-            return Front(url, session, role, journal)
+            return await stack.enter_async_context(fronted(tmp_path / "store", model, hands))
 
         yield start
+
+
+async def ask(found: Front, **fields: Any) -> tuple[aiohttp.ClientResponse, bytes]:
+    return await found.ask(**{"messages": [USER], **fields})
 
 
 SAMPLED = (*b"h", 0xC3, 0xA9, IM_END, *b"x", 0xFF, END_OF_TEXT)
@@ -369,7 +299,7 @@ SAMPLED = (*b"h", 0xC3, 0xA9, IM_END, *b"x", 0xFF, END_OF_TEXT)
 
 async def test_an_answer_ends_with_its_stop_token_and_the_record_holds_what_was_sampled(front: Fronts) -> None:
     found = await front(says(SAMPLED))
-    reply, body = await found.ask(logprobs=True)
+    reply, body = await ask(found, logprobs=True)
     answer = json.loads(body)
     assert answer["choices"][0]["message"] == {"role": "assistant", "content": "hé"}
     assert answer["choices"][0]["finish_reason"] == "stop"
@@ -384,7 +314,7 @@ async def test_an_answer_ends_with_its_stop_token_and_the_record_holds_what_was_
 
 async def test_an_answer_that_does_not_end_is_as_long_as_it_was_allowed_to_be(front: Fronts) -> None:
     found = await front(says(b"hello"))
-    answer = json.loads((await found.ask())[1])
+    answer = json.loads((await ask(found))[1])
     assert answer["choices"][0]["message"]["content"] == "hello"
     assert (answer["choices"][0]["finish_reason"], answer["usage"]["completion_tokens"]) == ("length", 5)
 
@@ -397,7 +327,7 @@ async def test_nothing_is_ever_tokenized_again(front: Fronts, monkeypatch: pytes
     ids = (*b"<|im_start|>", 0xFF)  # spelt in bytes: made of its text, it would be another token
     found = await front(says(ids, ["inc:9", "inc:9", "inc:0"]))
     for stream in (False, True):
-        await found.ask(stream=stream)
+        await ask(found, stream=stream)
     assert rendered == [[USER], [USER]] and len(found.router.asked) == 4
     assert [row.answer for row in found.rows()] == [ids, ids]
 
@@ -407,7 +337,7 @@ async def test_a_long_conversation_is_recorded_with_its_beginning(front: Fronts,
     model.length = 200_000
     found = await front(says(b"\x01" * 40_000))
     for last in ("a", "b", "b"):
-        reply, body = await found.ask(messages=[{"role": "user", "content": "\x01" * 100_000 + last}])
+        reply, body = await ask(found, messages=[{"role": "user", "content": "\x01" * 100_000 + last}])
         assert reply.status == 200, body
     first, second, third = (event.prompt for event in found.events())
     assert first != second == third and first.startswith("<|im_start|>user\n\x01\x01")
@@ -426,7 +356,7 @@ def chunks(body: bytes) -> list[dict[str, Any]]:
 
 async def test_a_stream_is_a_role_pieces_of_text_and_an_end(front: Fronts) -> None:
     found = await front(says(SAMPLED))
-    reply, body = await found.ask(stream=True)
+    reply, body = await ask(found, stream=True)
     told = chunks(body)
     assert [chunk["choices"][0]["delta"] for chunk in told] == [
         {"role": "assistant", "content": ""},
@@ -444,20 +374,20 @@ async def test_a_stream_is_a_role_pieces_of_text_and_an_end(front: Fronts) -> No
 
 async def test_a_stream_says_what_it_cost_when_asked(front: Fronts) -> None:
     found = await front(says(SAMPLED))
-    told = chunks((await found.ask(stream=True, stream_options={"include_usage": True}))[1])
+    told = chunks((await ask(found, stream=True, stream_options={"include_usage": True}))[1])
     assert [chunk["usage"] for chunk in told[:-1]] == [None] * 4 and told[-1]["choices"] == []
-    assert told[-1]["usage"] == json.loads((await found.ask())[1])["usage"]
+    assert told[-1]["usage"] == json.loads((await ask(found))[1])["usage"]
 
 
 async def test_options_of_a_stream_are_refused_without_one(front: Fronts) -> None:
     found = await front(says(SAMPLED))
-    reply, body = await found.ask(stream_options={"include_usage": True})
+    reply, body = await ask(found, stream_options={"include_usage": True})
     assert reply.status == 400 and b"stream_options" in body and found.events() == []
 
 
 async def test_a_stream_has_the_logprob_of_every_token_once(front: Fronts) -> None:
     found = await front(says(SAMPLED))
-    told = chunks((await found.ask(stream=True, logprobs=True))[1])
+    told = chunks((await ask(found, stream=True, logprobs=True))[1])
     assert told[0]["choices"][0]["logprobs"] is None
     by_chunk = [[each["logprob"] for each in chunk["choices"][0]["logprobs"]["content"]] for chunk in told[1:]]
     assert by_chunk == [[0.0], [-0.125, -0.25], [-0.375]]
@@ -466,7 +396,7 @@ async def test_a_stream_has_the_logprob_of_every_token_once(front: Fronts) -> No
 @pytest.mark.parametrize("stream", [False, True])
 async def test_an_answer_by_a_release_that_nobody_committed_is_asked_again(front: Fronts, stream: bool) -> None:
     found = await front(says(SAMPLED, ["inc:9", "inc:0"]))
-    reply, _ = await found.ask(stream=stream)
+    reply, _ = await ask(found, stream=stream)
     assert (reply.status, reply.headers["x-reef-load-id"]) == (200, "inc:0")
     assert [event.load_id for event in found.events()] == ["inc:0"] and len(found.router.asked) == 2
 
@@ -474,14 +404,14 @@ async def test_an_answer_by_a_release_that_nobody_committed_is_asked_again(front
 @pytest.mark.parametrize("stream", [False, True])
 async def test_answers_that_never_hold_are_a_503_in_time_and_no_record(front: Fronts, stream: bool) -> None:
     found = await front(says(SAMPLED, ["inc:9"]))
-    reply, body = await found.ask(stream=stream)
+    reply, body = await ask(found, stream=stream)
     assert (reply.status, reply.content_type) == (503, "application/json") and b"0.5 s" in body
     assert found.events() == [] and len(found.router.asked) > 2
 
 
 async def test_a_refused_stream_is_a_plain_400(front: Fronts) -> None:
     found = await front(says(SAMPLED))
-    reply, body = await found.ask(stream=True, max_tokens=0)
+    reply, body = await ask(found, stream=True, max_tokens=0)
     assert (reply.status, reply.content_type) == (400, "application/json") and b"max_tokens is 0" in body
 
 
@@ -525,7 +455,7 @@ async def test_a_client_that_goes_away_while_it_is_told_leaves_a_whole_record(fr
     writer.transport.abort()
     await until(lambda: len(found.events()) == 1)
     assert found.rows()[0].answer == tuple(LONG)
-    assert (await found.ask())[0].status == 200
+    assert (await ask(found))[0].status == 200
 
 
 async def test_a_client_that_does_not_read_is_let_go_of_and_cannot_take_its_stream_for_whole(front: Fronts) -> None:
@@ -566,5 +496,5 @@ async def test_a_long_body_is_read_beside_the_loop(front: Fronts, monkeypatch: p
 
     monkeypatch.setattr(HuggingFace, "render", seen)
     for size in (10, 20_000):
-        await found.ask(messages=[{"role": "user", "content": " " * size}])
+        await ask(found, messages=[{"role": "user", "content": " " * size}])
     assert beside == [False, True]

@@ -47,10 +47,7 @@ log = logging.getLogger(__name__)
 MAX_TAGS, MAX_TAG_BYTES = 16, 256
 MAX_DEPTH = 32  # of metadata: whoever reads the stream must be able to walk it, however deep in its own stack it is
 LONG_BYTES = 16 * 1024  # of a body: from here on, what tokenizing it takes would be felt by every other request
-SHOWN_BYTES, SHOWN = (
-    16 * 1024,
-    2048,
-)  # of a prompt or answer in an event, which must stay small; all of it is in the blob
+SHOWN_BYTES, SHOWN = 16 * 1024, 2048  # of a prompt or answer in an event; all of it is in the blob
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
 REPORT_ID = re.compile(r"[!-~]{1,128}")
 

@@ -9,7 +9,7 @@ ARGS ?=
 export PYTHON
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-sglang lint format kill-matrix simulate bench bench-baselines schemas clean prepare-demo prepare-dev prepare-bench prepare-sglang
+.PHONY: help demo demo-sglang test test-sglang test-gpu lint format kill-matrix simulate bench bench-baselines schemas clean prepare-demo prepare-dev prepare-bench prepare-sglang
 
 help:  ## what there is
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-15s %s\n", $$1, $$2}' Makefile
@@ -17,12 +17,18 @@ help:  ## what there is
 demo: prepare-demo  ## a policy that learns while it serves, every version through the log
 	@$(BIN)/reef-bus demo $(ARGS)
 
+demo-sglang: prepare-sglang  ## the same over two real SGLang servers on this CPU; five minutes, 2.8 GB; x86-64 Linux
+	@$(SGLANG)/bin/reef-bus demo --engine sglang $(ARGS)
+
 # A worker that ends is not replaced: pytest-xdist 3.8 would then wait for ever under loadfile.
 test: lint $(if $(ARGS),,simulate)  ## lint, types, import rules, 2,000 simulated seeds, then the tests with a coverage report
 	@$(BIN)/python -m pytest -n 2 --dist loadfile --max-worker-restart=0 --cov --cov-report=term --durations=20 --durations-min=5 $(ARGS)
 
 test-sglang: prepare-sglang  ## an unmodified SGLang server on this CPU, driven by our engine; x86-64 Linux
 	@$(SGLANG)/bin/python -m pytest -q tests/sglang $(ARGS)
+
+test-gpu:  ## what only a GPU can show, with the python that is there: it needs the extras sglang and test; 8 minutes
+	@timeout 480 $(or $(PYTHON),python3) -m pytest -q -m gpu tests/sglang tests/unit/test_torch_group.py $(ARGS)
 
 lint: prepare-dev  ## ruff, mypy, import-linter
 	@$(BIN)/ruff check .

@@ -55,7 +55,8 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Completion(msgspec.Struct, frozen=True, kw_only=True):
-    """What the policy sampled: ids and the logprob of each at the temperature that was asked for (natural log)."""
+    """What the policy sampled: ids and the logprob of each at the temperature that was asked for (natural log). With
+    the finish_reason `length` there are as many as were asked for."""
 
     ids: tuple[int, ...]
     logprobs: tuple[float, ...]
@@ -157,7 +158,8 @@ class InferenceBackend(ABC):
         raise self._not_apart()
 
     def proof(self, manifest: str, load_id: str) -> Proof:
-        """Whether the forward pass reads the version `manifest`, as what its answers call `load_id`."""
+        """Whether the forward pass reads the version `manifest`, as what its answers call `load_id`. Raises
+        TransferError if the engine refuses to say."""
         raise self._not_apart()
 
     def _not_apart(self) -> ContractError:

@@ -73,7 +73,8 @@ class Inference(Part, frozen=True, kw_only=True):
     starts an SGLang server for each engine, which may take `start_s`. `device`: `cpu`, `cuda`, or `auto`. `update`: a
     version gets into the server's memory by a `broadcast`, as `tensors` in a request, or from `disk`. Without a
     `prefix_cache` what is paused in place keeps its KV cache; with one, it is computed anew by the next version.
-    `options`: the server's own, without dashes, as far as no other key of this section stands for them."""
+    `options`: the server's own, without dashes, as far as no other key of this section stands for them. `urls`: by
+    engine, a server that somebody else runs: it is paused, loaded and asked, never ended."""
 
     backend: str = "torch"
     engines: tuple[str, ...] = ("engine-0", "engine-1")
@@ -87,6 +88,7 @@ class Inference(Part, frozen=True, kw_only=True):
     dtype: str = "auto"
     update: str = "broadcast"
     prefix_cache: bool = True
+    urls: dict[str, str] = {}
     start_s: float = 600.0
     options: dict[str, str | int | float | bool] = {}
 
@@ -345,6 +347,10 @@ def _check_engines(inference: Inference) -> None:
         raise Rejected(f"inference.tensor-parallel-size is {inference.tensor_parallel_size}; expected 1 or more")
     if not 0 < inference.start_s < math.inf:
         raise Rejected(f"inference.start-s is {inference.start_s:g}; expected seconds")
+    if unknown := [engine for engine in inference.urls if engine not in inference.engines]:
+        raise Rejected(f"inference.urls names {unknown[0]!r}; inference.engines are {', '.join(inference.engines)}")
+    if inference.urls and inference.update == "disk":
+        raise Rejected("inference.update disk: a server that is not ours would be called after our folder afterwards")
     for name in inference.options:
         if stands := OPTIONS.get(name.replace("_", "-").removeprefix("--")):
             raise Rejected(f"inference.options names {name!r}: set {stands} instead")

@@ -7,7 +7,7 @@ Must not know: who opens the folder, or what a token means.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -17,6 +17,7 @@ from reef_bus.errors import Rejected
 from reef_bus.policy import RMS_EPS, PolicyConfig
 
 CONFIG = "config.json"
+ATTACHED = "train another model by a loop of your own, with training.backend attached"
 LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "mlp_bias": False}
 QWEN3 = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "use_sliding_window": False}
 
@@ -54,26 +55,37 @@ def write_model_folder(folder: Path, config: PolicyConfig, weights: Pieces | Non
     (folder / CONFIG).write_bytes(text + b"\n")
 
 
+class _Shape(msgspec.Struct, frozen=True):
+    model_type: Literal["llama", "qwen3"]
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    max_position_embeddings: int
+    rope_theta: float
+
+
 def read_policy_config(folder: Path) -> PolicyConfig:
     """The policy's shape as config.json says it. Raises Rejected for a model that no policy can be."""
     try:
-        said = msgspec.json.decode((folder / CONFIG).read_bytes(), type=dict[str, Any])
-        found = PolicyConfig(
-            vocab=said["vocab_size"],
-            hidden=said["hidden_size"],
-            layers=said["num_hidden_layers"],
-            heads=said["num_attention_heads"],
-            kv_heads=said["num_key_value_heads"],
-            ffn=said["intermediate_size"],
-            max_len=said["max_position_embeddings"],
-            rope_theta=said["rope_theta"],
-            qk_norm=said["model_type"] == QWEN3["model_type"],
-        )
-    except (OSError, msgspec.MsgspecError, KeyError, TypeError) as error:
-        raise Rejected(f"{folder / CONFIG}: found no model configuration that can be read: {error!r}") from error
-    if wrong := [key for key, value in hugging_face_config(found).items() if said.get(key, value) != value]:
-        raise Rejected(
-            f"{folder / CONFIG}: {wrong[0]} is {said[wrong[0]]!r}; the torch backends have a Llama or a Qwen3 with "
-            f"{hugging_face_config(found)[wrong[0]]!r}: train another model with training.backend attached"
-        )
+        text = (folder / CONFIG).read_bytes()
+        said, shape = msgspec.json.decode(text, type=dict[str, Any]), msgspec.json.decode(text, type=_Shape)
+    except (OSError, msgspec.MsgspecError) as error:
+        raise Rejected(f"{folder / CONFIG}: found no model that a policy can be: {error}; {ATTACHED}") from error
+    found = PolicyConfig(
+        vocab=shape.vocab_size,
+        hidden=shape.hidden_size,
+        layers=shape.num_hidden_layers,
+        heads=shape.num_attention_heads,
+        kv_heads=shape.num_key_value_heads,
+        ffn=shape.intermediate_size,
+        max_len=shape.max_position_embeddings,
+        rope_theta=shape.rope_theta,
+        qk_norm=shape.model_type == QWEN3["model_type"],
+    )
+    for key, expected in hugging_face_config(found).items():
+        if said.get(key, expected) != expected:
+            raise Rejected(f"{folder / CONFIG}: {key} is {said[key]!r}, expected {expected!r}; {ATTACHED}")
     return found

@@ -351,8 +351,8 @@ class Agent(Role):
             raise Unavailable(f"{effect.load_id} is the head no more, {head.load_id} is: {error}") from error
 
     async def _swap(self, effect: VerifyHead) -> Found | None:
-        """What is served now, if it is the staging of this head; in every other case the staging is dropped, and
-        whoever goes on has to hash."""
+        """What is served now, if the staging of this head was swapped in; in every other case the staging is dropped,
+        and whoever goes on has to hash."""
         staged, self.staged = self.staged, None
         if staged is None or (staged.load_id, staged.found.digest) != (effect.load_id, effect.manifest):
             return None
@@ -374,11 +374,16 @@ class Agent(Role):
         return staged.found
 
     async def _swap_apart(self, effect: VerifyHead) -> Found:
+        """Whatever the engine then holds; it may be another version, or none."""
         await blocking(self.backend.take, effect.load_id)
         found = await self._hash(effect.manifest, effect.load_id)
         if found.flaw:
-            raise ContractError(found.flaw)
+            log.warning("cannot swap %s in: %s", effect.load_id, found.flaw)
         return found
+
+    def doubt(self) -> None:
+        """What was proven is not what answers: it may be another's doing. Prove it again, or load it."""
+        self._writing()
 
     def _writing(self) -> None:
         self.proven = ""

@@ -15,15 +15,17 @@ from typing import Any
 
 from consumers.reef_engine.agent import Agent
 from consumers.reef_engine.endpoint import MAX_RETRACTIONS, Endpoint, Waiting
-from reef_bus.backends import Answer, ContinuousBackend, Generated
-from reef_bus.core.publication import DRAIN, RETRACT
+from reef_bus.backends import Answer, Completion, ContinuousBackend, Generated
+from reef_bus.core.publication import DRAIN, IN_PLACE, RETRACT
 from reef_bus.core.serving import may_continue
-from reef_bus.errors import Rejected
+from reef_bus.errors import Rejected, Unavailable
 from reef_bus.events import Span
 
 log = logging.getLogger(__name__)
 
-ABORT_S = 0.05  # between two calls to abort what is in hand
+LENGTH = "length"  # the finish_reason of an answer that has as many tokens as were asked for
+LOOK_S = 0.05  # who lets nobody in looks so often whether that is still so; and between two aborts
+MAX_REFUTED = 3  # answers to one request that cannot be true; then its gateway hears of it, and may ask another engine
 
 
 class Part:
@@ -39,7 +41,7 @@ class Request:
 
     def __init__(self, waiting: Waiting) -> None:
         self.waiting = waiting
-        self.retractions = 0
+        self.retractions = self.refuted = 0
         self.parts: list[Part] = []
 
     def spans(self, answer: Answer) -> list[Span] | None:
@@ -51,7 +53,12 @@ class Request:
                 count = versions.popleft()[1]
                 found.append(Span(part.load_id, first, count, part.as_of, part.done_as_of))
                 first += count
-        return found if not versions and found and first == len(answer.completion.ids) else None
+        return found if not versions and found and first == self._tokens(answer.completion) else None
+
+    def _tokens(self, completion: Completion) -> int:
+        """How many there are; as many as were asked for, unless it says that it ended for another reason."""
+        most, ids = self.waiting.prompt.max_tokens, len(completion.ids)
+        return ids if ids == most or (ids < most and completion.finish_reason != LENGTH) else -1
 
 
 class Continuous(Endpoint):
@@ -62,6 +69,13 @@ class Continuous(Endpoint):
         self.backend = backend
         self.again = collections.deque[Request]()
         self.in_hand: dict[asyncio.Task[Answer], Request] = {}
+        self.halted = False  # also while nothing is in hand any more: the next one would wait for ever
+
+    async def work(self) -> None:
+        try:
+            await super().work()
+        finally:
+            await self._drop()
 
     async def serve(self) -> None:
         if not self.in_hand and not self.again:
@@ -72,18 +86,31 @@ class Continuous(Endpoint):
                 await self._session()
 
     async def _session(self) -> None:
-        if self.in_hand:
-            await self._go_on()
-        while self._admit() or self.in_hand:
-            await self._progress()
-            if self.agent.wanted.is_set() and self.agent.pause != DRAIN and self.in_hand:
-                if self.agent.pause != RETRACT:
+        try:
+            if self.halted:
+                await self._go_on()
+            while self._admit() or self.in_hand:
+                await self._progress()
+                pause = self._pause()
+                if pause == IN_PLACE:
                     return await self._halt()
-                await self._retract()
+                if pause == RETRACT:
+                    await self._retract()
+        except BaseException:
+            await self._drop()  # before anybody else has the memory
+            raise
 
     def _open(self) -> bool:
         """Whether others may come in: generation is allowed, and nobody wants the memory."""
         return len(self.in_hand) < self.max_batch and not self.agent.wanted.is_set() and self.agent.gate()
+
+    def _pause(self) -> str:
+        """How what is in hand stops now. It comes to its end if nobody wants the memory, or if any of it has started
+        over often enough: an abort is for everything."""
+        if not self.agent.wanted.is_set() or not self.in_hand:
+            return DRAIN
+        often = any(request.retractions >= MAX_RETRACTIONS for request in self.in_hand.values())
+        return DRAIN if often and self.agent.pause == RETRACT else self.agent.pause
 
     def _admit(self) -> bool:
         """Pass on whoever waits; whether anybody was passed on."""
@@ -94,12 +121,15 @@ class Continuous(Endpoint):
         return len(self.in_hand) > before
 
     def _pass_on(self, request: Request) -> None:
-        head = self.agent.world.publications.head
-        assert head is not None  # the gate is open
-        request.parts = [Part(head.load_id, self.agent.world.seq)]
+        request.parts = [self._part()]
         task = asyncio.create_task(self.backend.answer(request.waiting.prompt))
         request.waiting.done.add_done_callback(partial(_cancel, task))
         self.in_hand[task] = request
+
+    def _part(self) -> Part:
+        head = self.agent.world.publications.head
+        assert head is not None  # the gate is open
+        return Part(head.load_id, self.agent.world.seq)
 
     def _next(self) -> Request | None:
         if self.again:
@@ -111,74 +141,98 @@ class Continuous(Endpoint):
         asked = asyncio.create_task(self.queue.get()) if self._open() else None
         wanted = None if self.agent.wanted.is_set() else asyncio.create_task(self.agent.wanted.wait())
         others: list[asyncio.Task[Any]] = [each for each in (asked, wanted) if each is not None]
+        timeout = None if asked else LOOK_S
         try:
-            await asyncio.wait([*self.in_hand, *others], return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait([*self.in_hand, *others], timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
         finally:
             for each in others:
                 each.cancel()
             if asked is not None and asked.done() and not asked.cancelled():
                 self.again.append(Request(asked.result()))
+        self._sampled()
         self._take()
 
-    def _take(self, halted: bool = False) -> None:
-        """What has been answered. If everything was `halted` before, then it was before that."""
-        for request in [] if halted else self.in_hand.values():
+    def _sampled(self) -> None:
+        """Until now, maybe."""
+        for request in self.in_hand.values():
             request.parts[-1].done_as_of = self.agent.world.seq
-        for task in [task for task in self.in_hand if task.done()]:
+
+    def _take(self) -> None:
+        """What has been answered; what is asked again keeps its order. Raises what makes the engine unfit to go on."""
+        for task in reversed([task for task in self.in_hand if task.done()]):
             self._answered(task, self.in_hand.pop(task))
 
     def _answered(self, task: asyncio.Task[Answer], request: Request) -> None:
-        """Raises what makes the engine unfit to go on."""
         if task.cancelled():
-            return
+            return self.again.appendleft(request)
         try:
             answer = task.result()
         except Rejected as error:
-            if not request.waiting.done.done():
-                request.waiting.done.set_exception(error)
-            return
-        spans = request.spans(answer) if answer.completion.finish_reason else None
-        if spans is not None:
-            return self.answer(request.waiting, answer.completion, spans)
-        if answer.completion.finish_reason:
-            given = [part.load_id for part in request.parts]
-            log.warning("an answer names %s, sampled under %s; asking again", answer.versions, given)
+            return _tell(request, error)
+        if not answer.completion.finish_reason:
+            request.retractions += 1
+            self.again.appendleft(request)
+        elif spans := request.spans(answer):
+            self.answer(request.waiting, answer.completion, spans)
+        else:
+            self._refute(request, answer)
+
+    def _refute(self, request: Request, answer: Answer) -> None:
+        given = {part.load_id for part in request.parts}
+        said = f"{len(answer.completion.ids)} tokens by {answer.versions}, sampled under {sorted(given)}"
+        request.refuted += 1
+        if not given.issuperset(load_id for load_id, _ in answer.versions):
+            self.agent.doubt()
+        if request.refuted >= MAX_REFUTED:
+            return _tell(request, Unavailable(f"found {said}; an answer says what sampled it, token by token"))
+        log.warning("an answer has %s; asking again", said)
         self.again.appendleft(request)
 
     async def _retract(self) -> None:
-        """Whatever is in hand starts over later; what has done so too often is answered first. Until nothing is left:
-        one that had not arrived when the others were aborted goes on."""
-        for request in self.in_hand.values():
-            request.retractions += 1
-        patient = any(request.retractions > MAX_RETRACTIONS for request in self.in_hand.values())
-        while self.in_hand:
-            if not patient:
-                await self.backend.abort()
-            await asyncio.wait([*self.in_hand], timeout=ABORT_S, return_when=asyncio.FIRST_COMPLETED)
-            self._take()
+        """Once more, as long as anything is left: what had not arrived when the others were aborted goes on."""
+        await self.backend.abort()
+        await asyncio.wait(self.in_hand, timeout=LOOK_S)
 
     async def _halt(self) -> None:
         """Keep what is in hand, halfway."""
+        self.halted = True
         await self.backend.halt()
+        self._sampled()
         self._take()
 
     async def _go_on(self) -> None:
         """With the head, where that is allowed: the engine tells versions apart by their names, and not two times of
-        the same one. The others start over."""
-        self._take(halted=True)
-        head, releases = self.agent.world.publications.head, self.agent.world.publications.releases
-        assert head is not None  # the gate is open
-        for task, request in list(self.in_hand.items()):
-            begun = request.parts[-1].load_id
-            if begun == head.load_id or not may_continue(releases, begun, head.load_id):
+        the same one. Else everything starts over. What has been answered meanwhile, was so before the halt."""
+        self._take()
+        if self._may_go_on():
+            for request in self.in_hand.values():
+                request.parts.append(self._part())
+        else:
+            for task in self.in_hand:
                 task.cancel()
-                await asyncio.wait({task})
-                self.again.append(self.in_hand.pop(task))
-            else:
-                request.parts.append(Part(head.load_id, self.agent.world.seq))
+            await asyncio.wait(self.in_hand)
+            self._take()
         await self.backend.go_on()
+        self.halted = False
+
+    def _may_go_on(self) -> bool:
+        releases, load_id = self.agent.world.publications.releases, self._part().load_id
+        begun = {request.parts[-1].load_id for request in self.in_hand.values()}
+        return all(each != load_id and may_continue(releases, each, load_id) for each in begun)
+
+    async def _drop(self) -> None:
+        """Nobody waits for what is in hand any more."""
+        for task in self.in_hand:
+            task.cancel()
+        await asyncio.gather(*self.in_hand, return_exceptions=True)
+        self.in_hand.clear()
 
 
 def _cancel(task: asyncio.Task[Answer], waiting: asyncio.Future[Generated]) -> None:
     """Whoever has its answer, or does not wait for one any more, needs the engine no more."""
     task.cancel()
+
+
+def _tell(request: Request, error: Rejected | Unavailable) -> None:
+    if not request.waiting.done.done():
+        request.waiting.done.set_exception(error)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from reef_bus.backends import InferenceBackend, Pieces, Places
+from reef_bus.errors import TransferError
 from reef_bus.manifest import Manifest, describe, differences
 
 XXH3 = "xxh3-128"
@@ -49,8 +50,12 @@ def arrived(backend: InferenceBackend, pieces: Pieces, target: Manifest) -> Foun
 
 
 def held(backend: InferenceBackend, manifest: str, load_id: str) -> Found:
-    """What the forward pass reads, as it is now. Of one that is apart: whether it is this version, of this name."""
+    """What the forward pass reads, as it is now. Of one that is apart: whether it is this version, of this name; one
+    that refuses to say has proven nothing."""
     if not backend.apart:
         return hashed(backend.live())
-    proof = backend.proof(manifest, load_id)
+    try:
+        proof = backend.proof(manifest, load_id)
+    except TransferError as error:
+        return Found("", 0, flaw=f"the engine does not say what it holds: {error}")
     return Found("" if proof.flaw else manifest, proof.tensors, proof.algorithm, flaw=proof.flaw)

@@ -11,13 +11,16 @@ import importlib.util
 import os
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+import pytest_asyncio
+import torch
 
 import consumers.reef_engine.sglang as ours
+from tests.sglang.subject import Subject, running
 
 if importlib.util.find_spec("sglang") is None:
     raise pytest.UsageError(f"{sys.executable} has no sglang: run `make test-sglang`, which has an environment for it")
@@ -25,7 +28,17 @@ if importlib.util.find_spec("sglang") is None:
 CPU = Path(ours.__file__).parent / "cpu"
 
 # Read when sglang and transformers are imported; nothing here may ask the network for a model.
-os.environ |= {"SGLANG_USE_CPU_ENGINE": "1", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
+os.environ |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
+if not torch.cuda.is_available():
+    os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def subject(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Subject]:
+    """One server for all tests: it takes half a minute to start."""
+    async with running(tmp_path_factory.mktemp("sglang")) as found:
+        yield found
+        assert found.died == []
 
 
 @pytest.fixture(scope="session")

@@ -92,10 +92,10 @@ def config(folder: Path, **inference: object) -> Config:
 
 
 @contextlib.asynccontextmanager
-async def running(folder: Path) -> AsyncIterator[Subject]:
+async def running(folder: Path, **inference: object) -> AsyncIterator[Subject]:
     found = Subject()
     async with contextlib.AsyncExitStack() as stack:
-        found.engine = await start(config(folder), Me("e0", "boot-1"), found.died.append, stack)
+        found.engine = await start(config(folder, **inference), Me("e0", "boot-1"), found.died.append, stack)
         yield found
 
 

@@ -14,30 +14,22 @@ from pathlib import Path
 
 import psutil
 import pytest
-import pytest_asyncio
 import torch
 
 from consumers.reef_engine.sglang.backend import RESERVED
 from consumers.reef_engine.sglang.launch import Process, environment
-from consumers.reef_engine.sglang.start import start
+from consumers.reef_engine.sglang.start import KEY, start
 from reef_bus.backends import Answer, Piece, Pieces, Prompt
 from reef_bus.config import UPDATES
 from reef_bus.core.effects import Me
 from reef_bus.errors import Rejected, TransferError, Unavailable
-from tests.sglang.subject import CLOSE, SHAPE, Subject, config, greedy, logprobs, running
+from tests.sglang.subject import CLOSE, SHAPE, Subject, config, greedy, logprobs
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 PROMPT = Prompt(ids=(11, 7, 10), max_tokens=4)
 GREEDY = Prompt(ids=(11, 7, 10), max_tokens=16, temperature=0.0)
 LONG = Prompt(ids=(11, 7, 10), max_tokens=900)
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def subject(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Subject]:
-    async with running(tmp_path_factory.mktemp("sglang")) as found:
-        yield found
-        assert found.died == []
 
 
 @pytest.mark.parametrize("update", UPDATES)
@@ -251,6 +243,51 @@ async def test_a_server_that_cannot_start_says_the_end_of_its_log(tmp_path: Path
                 config(tmp_path, options={"attention-backend": "no-such-backend"}), Me("e1", "b"), died.append, stack
             )
     assert died == []
+
+
+@contextlib.asynccontextmanager
+async def borrowing(subject: Subject, folder: Path, **inference: object) -> AsyncIterator[Subject]:
+    """Another agent's engine, over the server that is there."""
+    found, url = Subject(), subject.engine.client.url
+    async with contextlib.AsyncExitStack() as stack:
+        chosen = config(folder, urls={"e0": url}, **inference)
+        found.engine = await start(chosen, Me("e0", "boot-2"), found.died.append, stack)
+        yield found
+    assert found.died == []
+
+
+async def test_a_borrowed_server_is_loaded_while_others_use_it_and_lives_on(
+    subject: Subject, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What others have in hand goes on with what was loaded."""
+    monkeypatch.setenv(KEY, "boot-1")
+    async with borrowing(subject, tmp_path) as found:
+        await found.load(1, "j:0")
+        asked = await in_hand(subject)
+        await found.load(2, "j:1")
+        assert [load_id for load_id, _ in (await asked).versions] == ["j:0", "j:1"]
+        assert (await found.engine.answer(GREEDY)).completion.ids == greedy(subject.policy(2), GREEDY)
+    assert (await subject.engine.answer(GREEDY)).versions == (("j:1", 16),)
+
+
+@pytest.mark.parametrize(
+    ("other", "key"),
+    [({"tensor_parallel_size": 2}, "tensor-parallel-size"), ({"dtype": "bfloat16"}, "dtype")],
+)
+async def test_a_borrowed_server_that_is_another_one_is_refused_with_the_key_to_set(
+    subject: Subject, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, other: dict[str, object], key: str
+) -> None:
+    monkeypatch.setenv(KEY, "boot-1")
+    with pytest.raises(Rejected, match=f"inference.{key}"):
+        async with borrowing(subject, tmp_path, **other):
+            pass
+
+
+async def test_nobody_is_waited_for_longer_than_the_configuration_says(tmp_path: Path) -> None:
+    with pytest.raises(Unavailable, match=r"no SGLang generates at http://127\.0\.0\.1:1 "):
+        async with contextlib.AsyncExitStack() as stack:
+            chosen = config(tmp_path, urls={"e0": "http://127.0.0.1:1"}, start_s=0.5)
+            await start(chosen, Me("e0", "b"), [].append, stack)
 
 
 async def test_a_process_is_ended_with_all_that_it_started(tmp_path: Path) -> None:

@@ -1,8 +1,8 @@
 """An SGLang server as an engine: it samples, holds the weights, and says what they sum up to.
 
 Knows: the server, a room, an oracle. Must not know: the log, or which version is due.
-Nobody but this process speaks to the server: its key is the boot's id. What is in its memory is believed for what it
-sums up to, never for what an update answered.
+Nobody but this process speaks to a server of its own, whose key is the boot's id. What is in a server's memory is
+believed for what it sums up to, never for what an update answered.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import contextlib
 import logging
 import math
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +32,8 @@ from reef_bus.runner import blocking
 log = logging.getLogger(__name__)
 
 SUMS_S = 300.0
-RESERVED = 2
-"""Positions that the server gives to nobody: it answers with fewer tokens, and says nothing about it."""
+RESERVED, PROMPT_RESERVED = 2, 7
+"""Positions that the server gives to nobody: an answer is cut there, and nothing said; a longer prompt is refused."""
 KNOWN = 8
 """Versions of which the expected sums are remembered: the head and what comes next, and a few to go back to."""
 
@@ -56,6 +56,8 @@ class Limits(msgspec.Struct, frozen=True):
             raise Rejected(
                 f"found prompt ids {prompt.ids}; expected at least one, each from 0 to {self.vocab_size - 1}"
             )
+        if len(prompt.ids) > (most := self.max_position_embeddings - PROMPT_RESERVED):
+            raise Rejected(f"found a prompt of {len(prompt.ids)} tokens; expected {most} at most")
         room = self.max_position_embeddings - RESERVED - len(prompt.ids)
         if not 1 <= prompt.max_tokens <= room:
             raise Rejected(
@@ -81,10 +83,12 @@ class SGLangEngine(ContinuousBackend):
         oracle: Oracle,
         device: str,
         died: Callable[[str], None],
+        *,
+        borrowed: bool = False,
     ) -> None:
         """`died` is told why the server is of no use any more; what it does ends the boot."""
         self.inference, self.client, self.room_, self.oracle = inference, client, room, oracle
-        self.device, self.died = device, died
+        self.device, self.died, self.borrowed = device, died, borrowed
         self.limits = Limits.of(room.folder)
         self._expected: dict[str, list[Sums]] = {}
         self._session: aiohttp.ClientSession | None = None
@@ -107,21 +111,35 @@ class SGLangEngine(ContinuousBackend):
             del self._expected[next(iter(self._expected))]
 
     def take(self, load_id: str) -> None:
-        """What was computed with the old weights goes, but for what is halted in place without a prefix cache."""
-        ranks, flush = self.inference.tensor_parallel_size, not (self._halted and not self.inference.prefix_cache)
+        """What was computed with the old weights goes, but for what is halted in place without a prefix cache. Others
+        may ask a server that is borrowed: what they have in hand stops meanwhile, and is then computed anew."""
         try:
-            match self.inference.update:
-                case "disk":
-                    moves.from_disk(self.client, self.room_, load_id, flush=flush)
-                case "tensors":
-                    moves.from_tensors(self.client, self.room_, load_id, ranks, flush=flush)
-                case _:
-                    moves.broadcast(self.client, self.room_, load_id, ranks, self.device, flush=flush)
+            with self._stopped() if self.borrowed and not self._halted else contextlib.nullcontext():
+                self._update(load_id)
         except TransferError:
             raise  # the server has heard us, and says no
         except Exception as error:
             self.died(f"the server may still wait for an update that broke off: {error!r}")
             raise Unavailable(str(error)) from error
+
+    @contextlib.contextmanager
+    def _stopped(self) -> Iterator[None]:
+        self.client.post("pause_generation", requests.pause_generation("retract"))
+        try:
+            yield
+        finally:
+            self.client.post("continue_generation", requests.continue_generation())
+
+    def _update(self, load_id: str) -> None:
+        ranks, flush = self.inference.tensor_parallel_size, not (self._halted and not self.inference.prefix_cache)
+        match self.inference.update:
+            case "disk":
+                moves.from_disk(self.client, self.room_, load_id, flush=flush)
+            case "tensors":
+                moves.from_tensors(self.client, self.room_, load_id, ranks, flush=flush)
+            case _:
+                host = self.inference.host
+                moves.broadcast(self.client, self.room_, load_id, ranks, self.device, host=host, flush=flush)
 
     def proof(self, manifest: str, load_id: str) -> Proof:
         expected = self._expected.get(manifest)

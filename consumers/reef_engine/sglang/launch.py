@@ -42,15 +42,24 @@ def device(asked: str) -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def environment(device: str, scratch: Path) -> dict[str, str]:
+def environment(device: str, scratch: Path, ranks: int = 1) -> dict[str, str]:
     """Nothing is fetched from anywhere; sockets and the like go to `scratch`. Without a GPU the shims come first on the
-    path."""
+    path, and several ranks share the cores: SGLang itself gives each a NUMA node, or refuses."""
     found = {**os.environ, "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "PYTHONWARNINGS": "ignore"}
     found["TMPDIR"] = str(scratch)
     if device == "cpu":
         path = os.pathsep.join(filter(None, (str(SHIMS), os.environ.get("PYTHONPATH", ""))))
         found |= {"PYTHONPATH": path, "SGLANG_USE_CPU_ENGINE": "1", "CUDA_VISIBLE_DEVICES": ""}
+        if ranks > 1:
+            found.setdefault("SGLANG_CPU_OMP_THREADS_BIND", "|".join(_cores(ranks)))
     return found
+
+
+def _cores(ranks: int) -> list[str]:
+    """A list of cores for each rank; where there are fewer cores than ranks, some share one."""
+    cores = sorted(os.sched_getaffinity(0))
+    shares = [cores[rank * len(cores) // ranks : (rank + 1) * len(cores) // ranks] for rank in range(ranks)]
+    return [",".join(str(core) for core in share or cores[:1]) for share in shares]
 
 
 def model_flags(inference: Inference, folder: Path, device: str) -> list[str]:
@@ -112,7 +121,7 @@ class Process:
     async def ready(self, client: Client, limit_s: float) -> None:
         """Wait until it generates. Raises Unavailable with the end of its log when it ends, or takes longer."""
         began = said = time.monotonic()
-        while not await blocking(_healthy, client):
+        while not await blocking(healthy, client):
             now = time.monotonic()
             if self.process.poll() is not None:
                 raise Unavailable(f"SGLang ended with status {self.process.returncode}:{self.last_words()}")
@@ -126,11 +135,11 @@ class Process:
             await asyncio.sleep(POLL_S)
         log.info("SGLang generates after %.1f s", time.monotonic() - began)
 
-    async def ended(self) -> int:
-        """Wait until it has ended by itself; its exit status."""
+    async def ended(self) -> str:
+        """Wait until it has ended by itself; says how."""
         while (status := self.process.poll()) is None:  # noqa: ASYNC110 - nobody else would set an event
             await asyncio.sleep(POLL_S)
-        return status
+        return f"SGLang ended with status {status}:{self.last_words()}"
 
     def end(self) -> None:
         """End it and whatever it started: it has nothing that could be lost. Safe to repeat."""
@@ -139,7 +148,7 @@ class Process:
         self.process.wait()
 
 
-def _healthy(client: Client) -> bool:
+def healthy(client: Client) -> bool:
     try:
         client.get("health", timeout_s=5.0)
     except (TransferError, Unavailable):

@@ -49,9 +49,9 @@ def from_tensors(client: Client, room: Room, load_id: str, ranks: int, *, flush:
             client.post("update_weights_from_tensor", body, UPDATE_S)
 
 
-def broadcast(client: Client, room: Room, load_id: str, ranks: int, device: str, *, flush: bool) -> None:
-    """Through a process group of the server's ranks and us, which is made for it and ends with it."""
-    with _Group(client, ranks, device) as group, _Session(client):
+def broadcast(client: Client, room: Room, load_id: str, ranks: int, device: str, *, host: str, flush: bool) -> None:
+    """Through a process group of the server's ranks and us, which they find at `host`, and which ends with it."""
+    with _Group(client, ranks, device, host) as group, _Session(client):
         for bucket, last in _buckets(tensors(room)):
             layout = {name: (str(each.dtype).removeprefix("torch."), each.shape) for name, each in bucket.items()}
             body = requests.update_weights_from_distributed(
@@ -97,8 +97,8 @@ class _Group:
 
     _numbers = itertools.count(1)
 
-    def __init__(self, client: Client, ranks: int, device: str) -> None:
-        self.client, self.ranks, self.device = client, ranks, device
+    def __init__(self, client: Client, ranks: int, device: str, host: str) -> None:
+        self.client, self.ranks, self.device, self.host = client, ranks, device, host
         self.name = f"reef-{next(self._numbers)}"
         self.backend = "nccl" if device == "cuda" else "gloo"
         self._group: Any = None
@@ -106,7 +106,7 @@ class _Group:
     def __enter__(self) -> _Group:
         port = free_port()
         body = requests.init_weights_update_group(
-            "127.0.0.1", port, offset=1, size=self.ranks + 1, group=self.name, backend=self.backend
+            self.host, port, offset=1, size=self.ranks + 1, group=self.name, backend=self.backend
         )
         _both(lambda: self.client.post("init_weights_update_group", body, UPDATE_S), lambda: self._join(port))
         return self
@@ -117,7 +117,7 @@ class _Group:
         c10d = importlib.import_module("torch.distributed.distributed_c10d")
         store_of = importlib.import_module("torch.distributed").TCPStore
         size, limit = self.ranks + 1, timedelta(seconds=UPDATE_S)
-        store = c10d.PrefixStore(self.name, store_of("127.0.0.1", port, size, is_master=True, timeout=limit))
+        store = c10d.PrefixStore(self.name, store_of(self.host, port, size, is_master=True, timeout=limit))
         self._group, _ = c10d._new_process_group_helper(
             size, 0, [], c10d.Backend(self.backend), store, group_name=self.name, timeout=limit
         )

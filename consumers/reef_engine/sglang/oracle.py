@@ -1,6 +1,7 @@
 """One rank's expected sums: loads a file as the installed SGLang would, and sums up what came of it by its checksum.
 
-Knows: SGLang's model, loader and checksum, in a process of its own, on the CPU. Must not know: any server.
+Knows: SGLang's model, loader and checksum, in a process of its own. Must not know: any server.
+It works on the server's kind of device: on another one parameters may lie, and are summed up, in another way.
 Reads paths from stdin, as JSON, a line each, and answers each with a line; ends with its stdin.
 """
 
@@ -32,23 +33,30 @@ SENTINEL = 0x7B
 """A byte of which no parameter consists that was loaded: what still does afterwards was not."""
 
 
+SUMS = {"cpu": "sha256", "cuda": "gpu_tensor_hash"}
+"""By device, what SGLang's `tensor_hash` is there; 64 bits in both."""
+
+
 class Model:
-    """The model of one rank, on the CPU, whatever it was told to hold last."""
+    """The model of one rank, whatever it was told to hold last."""
 
     def __init__(self, rank: int, port: int, flags: list[str]) -> None:
-        self.rank, self.device = rank, torch.device("cpu")
         args: Any = prepare_server_args(flags)
-        ranks = SpawnRanks(world_rank=spawn_world_rank(args, tp_rank=rank, pp_rank=0), gpu_id=0)
+        kind = args.device
+        self.rank, self.device = rank, torch.device(kind if kind == "cpu" else f"{kind}:{rank}")
+        if kind != "cpu":
+            torch.cuda.set_device(self.device)
+        ranks = SpawnRanks(world_rank=spawn_world_rank(args, tp_rank=rank, pp_rank=0), gpu_id=rank)
         publish(args, role="scheduler", ranks=ranks)
         initialize_moe_config()
         config = ModelConfig.from_server_args(args)
-        bootstrap.init_parallel_runtime(server_args=args, device="cpu", dist_port=port)
+        bootstrap.init_parallel_runtime(server_args=args, device=kind, dist_port=port)
         bootstrap.init_layer_runtime(model_config=config)
         self.model: Any = get_model(
-            model_config=config, load_config=LoadConfig(load_format="dummy"), device_config=DeviceConfig("cpu")
+            model_config=config, load_config=LoadConfig(load_format="dummy"), device_config=DeviceConfig(kind)
         )
         self.checker: Any = WeightChecker(get_model=lambda: self.model)
-        self.algorithm = f"sglang-{version('sglang')}-sha256-64"
+        self.algorithm = f"sglang-{version('sglang')}-{SUMS[kind]}-64"
 
     def sums(self, weights: Path) -> Sums:
         for parameter in self.model.parameters():

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
-from collections.abc import Callable
+import os
+from collections.abc import Awaitable, Callable, Coroutine
 from pathlib import Path
+from typing import Any
 
 from consumers.reef_engine.sglang.backend import SGLangEngine
+from consumers.reef_engine.sglang.borrowed import Borrowed
 from consumers.reef_engine.sglang.client import Client
 from consumers.reef_engine.sglang.launch import (
     Process,
@@ -24,12 +26,13 @@ from consumers.reef_engine.sglang.launch import (
 )
 from consumers.reef_engine.sglang.room import Room, place
 from consumers.reef_engine.sglang.sums import Oracle
-from reef_bus.config import Config
+from reef_bus.config import Config, Inference
 from reef_bus.core.effects import Me
 from reef_bus.core.publication import IN_PLACE
 from reef_bus.runner import blocking
 
-log = logging.getLogger(__name__)
+KEY = "SGLANG_API_KEY"
+"""The environment's variable with the key of servers that are borrowed."""
 
 
 async def start(config: Config, me: Me, died: Callable[[str], None], stack: contextlib.AsyncExitStack) -> SGLangEngine:
@@ -40,23 +43,35 @@ async def start(config: Config, me: Me, died: Callable[[str], None], stack: cont
     where = await blocking(device, inference.device)
     room = Room(Path(inference.model_path), place(Path(config.state_dir), me.id))
     stack.callback(room.close)
-    flags, port = model_flags(inference, room.folder, where), free_port()
-    around = environment(where, room.scratch)
+    flags, around = (
+        model_flags(inference, room.folder, where),
+        environment(where, room.scratch, inference.tensor_parallel_size),
+    )
     oracle = Oracle(flags, inference.tensor_parallel_size, free_port(), around, run / f"{me.id}.oracle.log")
     stack.callback(oracle.close)
-    spans = config.publication.pause == IN_PLACE
-    argv = ["-m", "sglang.launch_server", *flags, *server_flags(inference, port, me.boot, spans=spans)]
-    server = Process(argv, around, run / f"{me.id}.sglang.log")
-    stack.callback(server.end)
-    client = Client(f"http://127.0.0.1:{port}", me.boot)
-    await server.ready(client, inference.start_s)
-    engine = SGLangEngine(inference, client, room, oracle, where, died)
-    stack.push_async_callback(engine.disconnect)
-    watching = asyncio.create_task(_watch(server, died))
+    if url := inference.urls.get(me.id):
+        client = Client(url.rstrip("/"), os.environ.get(KEY, ""))
+        ended = await _borrowed(inference, client)
+    else:
+        port, spans = free_port(), config.publication.pause == IN_PLACE
+        client = Client(f"http://127.0.0.1:{port}", me.boot)
+        argv = ["-m", "sglang.launch_server", *flags, *server_flags(inference, port, me.boot, spans=spans)]
+        server = Process(argv, around, run / f"{me.id}.sglang.log")
+        stack.callback(server.end)
+        await server.ready(client, inference.start_s)
+        ended = server.ended()
+    watching = asyncio.create_task(_watch(ended, died))
     stack.callback(watching.cancel)
+    engine = SGLangEngine(inference, client, room, oracle, where, died, borrowed=bool(url))
+    stack.push_async_callback(engine.disconnect)
     return engine
 
 
-async def _watch(server: Process, died: Callable[[str], None]) -> None:
-    status = await server.ended()
-    died(f"SGLang ended with status {status}:{server.last_words()}")
+async def _borrowed(inference: Inference, client: Client) -> Coroutine[Any, Any, str]:
+    server = Borrowed(client)
+    await server.ready(inference)
+    return server.ended()
+
+
+async def _watch(ended: Awaitable[str], died: Callable[[str], None]) -> None:
+    died(await ended)

@@ -1,0 +1,61 @@
+"""An SGLang server that somebody else runs, and lends to an agent: looked at, and never ended.
+
+Knows: one client, what the configuration says of the server. Must not know: how it was started, or by whom.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+from consumers.reef_engine.sglang.client import Client
+from consumers.reef_engine.sglang.launch import POLL_S, healthy
+from reef_bus.config import Inference
+from reef_bus.errors import Rejected, TransferError, Unavailable
+from reef_bus.runner import blocking
+
+LOOK_S = 2.0
+MISSES = 3  # so many calls in a row without an answer: it is gone
+
+
+class Borrowed:
+    """Whoever lent it may end it at any time; then the boot of its agent ends, and a new one waits for it."""
+
+    def __init__(self, client: Client) -> None:
+        self.client = client
+
+    async def ready(self, inference: Inference) -> None:
+        """Wait until it generates. Raises Unavailable when it does not in time, and Rejected for another one than the
+        configuration says: what it has to hold could not be worked out."""
+        until = time.monotonic() + inference.start_s
+        while not await blocking(healthy, self.client):
+            if time.monotonic() > until:
+                raise Unavailable(f"no SGLang generates at {self.client.url} (waited {inference.start_s:g} s)")
+            await asyncio.sleep(POLL_S)
+        if wrong := _differs(await blocking(self.client.get, "server_info"), inference):
+            raise Rejected(f"the server at {self.client.url} {wrong}")
+
+    async def ended(self) -> str:
+        """Wait until it has answered nothing for a while; says so."""
+        missed = 0
+        while missed < MISSES:
+            await asyncio.sleep(LOOK_S)
+            try:
+                await blocking(self.client.get, "model_info", LOOK_S)
+                missed = 0
+            except (TransferError, Unavailable):
+                missed += 1
+        return f"the server at {self.client.url} answers no more"
+
+
+def _differs(said: dict[str, Any], inference: Inference) -> str:
+    """What the configuration says otherwise, and how to set it right."""
+    ranks, dtype = said.get("tp_size"), said.get("dtype")
+    if ranks != inference.tensor_parallel_size:
+        return f"has {ranks} ranks: set inference.tensor-parallel-size"
+    if dtype != inference.dtype:
+        return f"was started with --dtype {dtype}: set inference.dtype"
+    if not inference.prefix_cache and not said.get("disable_radix_cache"):
+        return "has a prefix cache: set inference.prefix-cache, or start it with --disable-radix-cache"
+    return ""

@@ -1,0 +1,110 @@
+"""A long answer on its way while a release comes: what each way of stopping makes of it, on a real server.
+
+Knows: real agent, endpoint and publisher over an in-memory log, one real server. Must not know: gateways, processes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import torch
+from msgspec.structs import replace
+
+from consumers.reef_engine.agent import Agent, Fault
+from consumers.reef_engine.continuous import Continuous
+from reef_bus.attach import Committed
+from reef_bus.backends import Generated, Prompt
+from reef_bus.config import Config, Inference, Publication
+from reef_bus.core.effects import Me
+from reef_bus.core.publication import PAUSES
+from reef_bus.events import EngineFenced, EngineStaged, ReceiverVerified, Span
+from tests.box import CONFIG, Box
+from tests.sglang.subject import CLOSE, Subject, greedy, logprobs
+from tests.unit.test_attach import loop
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+SHORT = Prompt(ids=(11, 7, 10), max_tokens=16, temperature=0.0)
+LONG = Prompt(ids=(11, 7, 10), max_tokens=900)
+
+
+class Served(Box):
+    """One engine: the server, behind its agent."""
+
+    def __init__(self, folder: Path, config: Config, subject: Subject) -> None:
+        super().__init__(folder, config)
+        agent = Agent(self.config, Me("e0", "e0.1"), "http://e0", subject.engine, self.store, Fault())
+        self.agent, self.endpoint = agent, Continuous(agent, subject.engine, 16)
+
+    def engines(self) -> None:
+        self.begin(self.run(self.agent))
+        self.begin(self.endpoint.work())
+
+    def ask(self, prompt: Prompt) -> asyncio.Future[Generated]:
+        return self.endpoint._enter(prompt)
+
+
+@contextlib.asynccontextmanager
+async def served(folder: Path, subject: Subject, mode: str, pause: str) -> AsyncIterator[Served]:
+    deadlines = replace(CONFIG.publication.deadlines, fence_s=30.0, verify_s=30.0, sender_s=30.0)
+    config = replace(
+        CONFIG,
+        inference=Inference(engines=("e0",)),
+        publication=Publication(publishers=1, mode=mode, pause=pause, deadlines=deadlines),
+    )
+    found = Served(folder, config, subject)
+    try:
+        await found.start()
+        yield found
+    finally:
+        await found.stop()
+
+
+async def test_weights_that_somebody_else_has_loaded_never_answer(subject: Subject, tmp_path: Path) -> None:
+    """As on a server that is borrowed: the engine proves what it holds again, and loads its own version."""
+    async with served(tmp_path, subject, "fenced", "drain") as box, loop(box) as bus:
+        async with asyncio.timeout(60):
+            first = await bus.publish(dict(subject.policy(1).named_parameters()), step=0)
+            assert isinstance(first, Committed)
+            await subject.receive(subject.version(2))
+            await asyncio.to_thread(subject.engine.take, "somebody:1")
+            found = await box.ask(SHORT)
+            said = [event for event in await box.log() if isinstance(event, ReceiverVerified)]
+    assert found.load_id == first.load_id and found.completion.ids == greedy(subject.policy(1), SHORT)
+    assert said[-1].method == "artifact"
+
+
+@pytest.mark.parametrize("pause", PAUSES)
+@pytest.mark.parametrize("mode", ["fenced", "staged"])
+async def test_an_answer_on_its_way_while_a_release_comes(
+    subject: Subject, tmp_path: Path, mode: str, pause: str
+) -> None:
+    async with served(tmp_path, subject, mode, pause) as box, loop(box) as bus:
+        async with asyncio.timeout(60):
+            first = await bus.publish(dict(subject.policy(1).named_parameters()), step=0)
+            answer = box.ask(LONG)
+            await asyncio.sleep(0.7)
+            assert not answer.done()
+            second = await bus.publish(dict(subject.policy(2).named_parameters()), step=1)
+            found = await answer
+            log = await box.log()
+            assert await box.violations() == []
+    assert isinstance(first, Committed) and isinstance(second, Committed)
+    expected = {"drain": [first.load_id], "retract": [second.load_id], "in_place": [first.load_id, second.load_id]}
+    assert [span.load_id for span in found.spans] == (expected[pause] if pause == "in_place" else [])
+    assert found.load_id == expected[pause][0] and len(found.completion.ids) == 900
+    parts = found.spans or (Span(found.load_id, 0, 900, found.as_of, found.done_as_of),)
+    assert sum(part.count for part in parts) == 900
+    stops = [place for place, event in enumerate(log, 1) if isinstance(event, EngineFenced)]
+    assert not [stop for stop in stops for part in parts if part.as_of < stop <= part.done_as_of]
+    verified = [event for event in log if isinstance(event, ReceiverVerified)]
+    assert {event.algorithm for event in verified} == {"sglang-0.5.23-sha256-64"}
+    staged = [event for event in log if isinstance(event, EngineStaged)]
+    assert (mode, bool(staged)) in (("fenced", False), ("staged", True))
+    if pause != "in_place":  # there the second version goes on from what the first one has computed
+        expected_logprobs = logprobs(subject.policy(1 if pause == "drain" else 2), LONG, found.completion)
+        assert torch.tensor(found.completion.logprobs).sub(expected_logprobs).abs().max() < CLOSE

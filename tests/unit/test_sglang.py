@@ -1,0 +1,265 @@
+"""What surrounds an SGLang server, as far as it needs none: flags, the room, sums, and how its errors are read.
+
+Knows: the modules beside the backend. Must not know: SGLang, which need not be installed.
+"""
+
+from __future__ import annotations
+
+import http.server
+import itertools
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import safetensors.numpy
+
+from consumers.reef_engine.sglang.backend import Limits
+from consumers.reef_engine.sglang.client import Client, words
+from consumers.reef_engine.sglang.launch import SHIMS, environment, model_flags, server_flags
+from consumers.reef_engine.sglang.room import Room
+from consumers.reef_engine.sglang.sums import Sums, flaw
+from reef_bus.config import OPTIONS, Inference, build
+from reef_bus.errors import Rejected, TransferError, Unavailable
+from reef_bus.model_folder import read_policy_config, write_model_folder
+from reef_bus.policy import PolicyConfig
+
+CONFIG = PolicyConfig(qk_norm=True, layers=1)
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    write_model_folder(tmp_path / "model", CONFIG)
+    return tmp_path / "model"
+
+
+# -- configuration
+
+
+def configured(model: Path, **inference: Any) -> Inference:
+    return build("test", {"inference": {"backend": "sglang", "model-path": str(model), **inference}}).inference
+
+
+@pytest.mark.parametrize("name", sorted(OPTIONS))
+def test_an_option_that_another_key_stands_for_is_refused_with_that_key(model: Path, name: str) -> None:
+    for spelled in (name, f"--{name}", name.replace("-", "_")):
+        with pytest.raises(Rejected, match=f"names '{spelled}': set {OPTIONS[name]} instead"):
+            configured(model, options={spelled: 1})
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"model-path": "nowhere"}, "inference.model-path is 'nowhere'"),
+        ({"device": "tpu"}, "inference.device is 'tpu'; expected auto, cpu or cuda"),
+        ({"update": "mail"}, "inference.update is 'mail'; expected one of broadcast, tensors, disk"),
+        ({"tensor-parallel-size": 0}, "inference.tensor-parallel-size is 0"),
+        ({"start-s": 0.0}, "inference.start-s is 0"),
+        (
+            {"urls": {"engine-7": "http://x"}},
+            "inference.urls names 'engine-7'; inference.engines are engine-0, engine-1",
+        ),
+        ({"urls": {"engine-0": "http://x"}, "update": "disk"}, "inference.update disk"),
+        ({"backend": "vllm"}, "inference.backend is 'vllm'; this version has: torch, sglang"),
+    ],
+)
+def test_what_no_server_can_be_started_with_is_refused_with_its_key(
+    model: Path, wrong: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(Rejected, match=said):
+        configured(model, **wrong)
+
+
+# -- start
+
+
+def test_flags_are_derived_from_the_configuration(model: Path) -> None:
+    options = {"mem-fraction-static": 0.5, "enable-metrics": True, "log-requests": False}
+    found = configured(model, **{"tensor-parallel-size": 4, "max-batch": 7, "prefix-cache": False, "options": options})
+    flags = [*model_flags(found, model, "cuda"), *server_flags(found, 1234, "boot", spans=True)]
+    pairs = dict(itertools.pairwise(flags))
+    assert pairs["--tp-size"] == "4" and pairs["--max-running-requests"] == "7" and pairs["--port"] == "1234"
+    assert pairs["--mem-fraction-static"] == "0.5" and pairs["--api-key"] == "boot" and pairs["--host"] == "127.0.0.1"
+    assert {"--enable-metrics", "--disable-radix-cache", "--disable-overlap-schedule"} <= set(flags)
+    assert not {"--log-requests", "torch_native", "--disable-cuda-graph"} & set(flags)
+
+
+def test_batches_overlap_and_prefixes_are_kept_where_no_answer_is_made_by_several_versions(model: Path) -> None:
+    found = configured(model, device="cuda")
+    assert not {"--disable-radix-cache", "--disable-overlap-schedule"} & set(
+        server_flags(found, 1, "boot", spans=False)
+    )
+
+
+def test_an_option_overrides_what_is_chosen_for_a_cpu(model: Path) -> None:
+    """The last one counts."""
+    flags = model_flags(configured(model, options={"max-total-tokens": 99}), model, "cpu")
+    assert flags[len(flags) - 1 - flags[::-1].index("--max-total-tokens") + 1] == "99"
+
+
+def test_the_shims_are_on_the_path_only_where_there_is_no_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", "mine")
+    assert environment("cpu", tmp_path)["PYTHONPATH"].split(":") == [str(SHIMS), "mine"]
+    assert environment("cuda", tmp_path)["PYTHONPATH"] == "mine"
+    assert "SGLANG_USE_CPU_ENGINE" not in environment("cuda", tmp_path)
+
+
+def test_ranks_on_a_cpu_share_its_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1, 2, 5})
+    assert environment("cpu", tmp_path, 2)["SGLANG_CPU_OMP_THREADS_BIND"] == "0,1|2,5"
+    assert environment("cpu", tmp_path, 3)["SGLANG_CPU_OMP_THREADS_BIND"] == "0|1|2,5"
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {3})
+    assert environment("cpu", tmp_path, 2)["SGLANG_CPU_OMP_THREADS_BIND"] == "3|3"
+    assert "SGLANG_CPU_OMP_THREADS_BIND" not in environment("cpu", tmp_path)
+    assert "SGLANG_CPU_OMP_THREADS_BIND" not in environment("cuda", tmp_path, 2)
+
+
+# -- the room
+
+
+def test_what_is_written_into_the_room_is_a_safetensors_file(model: Path, tmp_path: Path) -> None:
+    room = Room(model, tmp_path / "room")
+    pieces = room.fit({"b": ("F32", (2,), 8), "a": ("I16", (3, 1), 6)})
+    pieces["b"].data[:] = b"\x00\x00\x80\x3f\x00\x00\x00\x40"
+    pieces["a"].data[:] = b"\x01\x00\x02\x00\x03\x00"
+    found = safetensors.numpy.load_file(room.weights)
+    assert found["b"].tolist() == [1.0, 2.0] and found["a"].tolist() == [[1], [2], [3]]
+    assert (room.folder / "config.json").read_bytes() == (model / "config.json").read_bytes()
+
+
+def test_a_room_is_made_anew_for_other_tensors_and_nothing_of_an_earlier_boot_is_left(
+    model: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "room"
+    folder.mkdir()
+    (folder / "model-00001.safetensors").write_bytes(b"of an earlier boot")
+    room = Room(model, folder)
+    first = room.fit({"a": ("F32", (2,), 8)})
+    assert room.fit({"a": ("F32", (2,), 8)}) is first
+    assert room.fit({"a": ("F32", (1,), 4)}) is not first
+    assert {file.name for file in folder.iterdir()} == {"config.json", "model.safetensors", "tmp"}
+    room.close()
+    assert not folder.exists()
+
+
+def test_weights_of_the_model_folder_are_not_copied(model: Path, tmp_path: Path) -> None:
+    """They are not read: a version comes from the artifact store."""
+    for name in ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "tokenizer.json"):
+        (model / name).write_bytes(b"{}")
+    room = Room(model, tmp_path / "room")
+    assert {file.name for file in room.folder.iterdir()} == {"config.json", "tokenizer.json", "tmp"}
+
+
+def test_no_room_is_said_in_bytes(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    room = Room(model, tmp_path / "room")
+    with pytest.raises(TransferError, match=r"memory: no room for \d{15,} bytes in "):
+        room.fit({"a": ("F32", (1 << 50,), 1 << 52)})
+
+
+# -- sums
+
+
+def ranks(*sums: dict[str, str]) -> list[dict[str, Any]]:
+    return [{"checksums": each, "parallelism_info": [{"tp_rank": rank}]} for rank, each in enumerate(sums)]
+
+
+def test_sums_are_compared_rank_by_rank_and_name_by_name() -> None:
+    expected = [Sums(0, "x-64", {"a": "1", "b": "2"}), Sums(1, "x-64", {"a": "3", "b": "4"})]
+    right = [{"a": "1", "b": "2"}, {"a": "3", "b": "4"}]
+    assert flaw(expected, ranks(*right)) == ""
+    assert flaw(expected, list(reversed(ranks(*right)))) == ""
+    assert flaw(expected, ranks(*reversed(right))) == "rank 0: parameter 'a' sums up to 3, expected 1"
+    assert flaw(expected, ranks(right[0], {"a": "3", "b": "5"})) == "rank 1: parameter 'b' sums up to 5, expected 4"
+    assert flaw(expected, ranks(right[0], {"a": "3"})) == "rank 1: parameter 'b' is only in the file"
+    assert flaw(expected, ranks({**right[0], "c": "1"}, right[1])) == "rank 0: parameter 'c' is only in the server"
+    assert flaw(expected, ranks(right[0])) == "the server spoke for ranks [0], expected 2"
+
+
+# -- HTTP
+
+
+class Answers(http.server.BaseHTTPRequestHandler):
+    """/200, /400 … with the body that was sent; /gone ends the connection."""
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        if self.path == "/gone":
+            return self.connection.close()
+        self.send_response(int(self.path[1:]))
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: Any) -> None: ...
+
+
+@pytest.fixture
+def client() -> Iterator[Client]:
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Answers)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield Client(f"http://127.0.0.1:{server.server_port}", "key")
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+def test_a_refusal_is_told_from_no_answer(client: Client) -> None:
+    assert client.post("200", {"a": 1}) == {"a": 1}
+    with pytest.raises(TransferError, match="refused: /400: 400 not that"):
+        client.post("400", {"message": "not that"})
+    with pytest.raises(Unavailable, match="gave no answer to /gone"):
+        client.post("gone", {})
+    with pytest.raises(Unavailable, match="gave no answer to /health"):
+        Client("http://127.0.0.1:1", "key").get("health")
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ('{"error": {"message": "too long"}}', "too long"),
+        ('{"error": "too long"}', "too long"),
+        ('{"success": false, "message": "too long"}', "too long"),
+        ('{"detail": "too long"}', "too long"),
+        ('{"success": false}', '{"success": false}'),
+        ("Flush cache failed.\n", "Flush cache failed."),
+        ("", "without a word"),
+        ("[1]", "[1]"),
+    ],
+)
+def test_the_servers_words_are_found_in_each_of_its_forms(body: str, said: str) -> None:
+    assert words(body) == said
+
+
+# -- model folders
+
+
+@pytest.mark.parametrize("config", [CONFIG, PolicyConfig(), PolicyConfig(heads=2, kv_heads=1, ffn=96, max_len=48)])
+def test_a_policys_shape_is_read_back_as_it_was_written(tmp_path: Path, config: PolicyConfig) -> None:
+    write_model_folder(tmp_path, config)
+    assert read_policy_config(tmp_path) == config
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"tie_word_embeddings": True}, "tie_word_embeddings is True"),
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
+        ({"model_type": "mixtral"}, "Invalid enum value 'mixtral'"),
+        ({"vocab_size": None}, "found no model that a policy can be"),
+    ],
+)
+def test_a_model_that_no_policy_can_be_is_refused_by_name(tmp_path: Path, change: dict[str, Any], said: str) -> None:
+    write_model_folder(tmp_path, CONFIG)
+    file = tmp_path / "config.json"
+    file.write_bytes(msgspec.json.encode({**msgspec.json.decode(file.read_bytes()), **change}))
+    with pytest.raises(Rejected, match=said):
+        read_policy_config(tmp_path)
+
+
+def test_a_model_that_does_not_say_what_a_prompt_may_be_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes(b'{"vocab_size": 16}')
+    with pytest.raises(Rejected, match="max_position_embeddings"):
+        Limits.of(tmp_path)

@@ -48,7 +48,7 @@ def render(messages: Sequence[Mapping[str, object]]) -> tuple[int, ...]:
     if len(messages) != 1 or messages[0].get("role") != "user":
         roles = [message.get("role") for message in messages]
         raise Rejected(f"found messages with roles {roles}; this model reads exactly one message, of role 'user'")
-    text = _text(messages[0].get("content"))
+    text = plain_text(messages[0].get("content"))
     if not 1 <= len(text) <= MAX_DIGITS or not _DIGITS.issuperset(text):
         raise Rejected(f"found the user text {_short(text)}; this model reads 1 to {MAX_DIGITS} digits, such as '7'")
     return BOS, *encode(text), SEP
@@ -59,7 +59,8 @@ def room(prompt: Sequence[int], max_len: int = MAX_LEN) -> int:
     return max(0, max_len - len(prompt))
 
 
-def _text(content: object) -> str:
+def plain_text(content: object) -> str:
+    """A message's content: a string, or text parts joined. Raises Rejected for anything else."""
     if isinstance(content, str):
         return content
     if not isinstance(content, Sequence):

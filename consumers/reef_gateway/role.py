@@ -8,19 +8,23 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import logging
 import math
 import os
 import re
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import aiohttp
 import msgspec
 from aiohttp import web
 
-from consumers.reef_gateway.chat import Call, parse, response
+from consumers.reef_gateway.answers import Reply, chunks, whole
+from consumers.reef_gateway.chat import Call, parse
+from consumers.reef_gateway.formats import DIGITS, ChatFormat
 from consumers.reef_gateway.recorder import Recorder
 from consumers.reef_gateway.router import Router
 from reef_bus import process, views
@@ -34,14 +38,17 @@ from reef_bus.events import Event, InferenceRecorded, Recorded
 from reef_bus.http import listen
 from reef_bus.journal import Journal
 from reef_bus.producer import ENGINE, LOAD_ID, RECEIPT, SCENARIO, SPANS, TAG
-from reef_bus.runner import Role
+from reef_bus.runner import Role, blocking
 from reef_bus.samples import MAX_SCORE, TokenRow
-from reef_bus.tokens import decode
+from reef_bus.tokens import VOCAB
 
 log = logging.getLogger(__name__)
 
 MAX_TAGS, MAX_TAG_BYTES = 16, 256
 MAX_DEPTH = 32  # of metadata: whoever reads the stream must be able to walk it, however deep in its own stack it is
+LONG_BYTES = 16 * 1024  # of a body: from here on, what tokenizing it takes would be felt by every other request
+SHOWN_BYTES, SHOWN = 16 * 1024, 2048  # of a prompt or answer in an event; all of it is in the blob
+TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
 REPORT_ID = re.compile(r"[!-~]{1,128}")
 
 
@@ -60,11 +67,13 @@ class Gateway(Role):
 
     name = "gateway"
 
-    def __init__(self, config: Config, me: Me, router: Router, recorder: Recorder) -> None:
+    def __init__(self, config: Config, me: Me, router: Router, recorder: Recorder, format: ChatFormat = DIGITS) -> None:
         super().__init__(me)
         self.config = config
         self.router = router
         self.recorder = recorder
+        self.format = format
+        self.started = int(time.time())
 
     def react(self, world: World, now: int) -> Sequence[Debt]:
         return ()
@@ -87,21 +96,46 @@ class Gateway(Role):
             web.get("/readyz", self.readyz),
         ]
 
-    async def chat(self, request: web.Request) -> web.Response:
+    async def chat(self, request: web.Request) -> web.StreamResponse:
+        """A stream begins when its answer is recorded: it is captured whole, or never begins."""
         scenario = self._scenario(request)
-        call = parse(await request.read(), self.config.model)
+        call = await self._call(await request.read())
         tags = _tags(request)
         async with self._deadline():
             answer = await self.router.generate(call.prompt)
             if _hung_up(request):
                 return web.Response(status=499, reason="client closed request")
             record = await self._record(scenario, call, answer, tags)
-        ids, logprobs = answer.completion.ids, answer.completion.logprobs
-        body = response(call, record, int(time.time()), ids, logprobs)
+        reply = Reply.of(call, record, int(time.time()), self.format, answer.completion)
         headers = {RECEIPT: record, SCENARIO: scenario, LOAD_ID: answer.load_id, ENGINE: answer.engine}
         if answer.spans:
             headers[SPANS] = ", ".join(f"{span.load_id}={span.count}" for span in answer.spans)
-        return web.json_response(body, headers=headers)
+        if call.stream:
+            return await self._stream(request, reply, headers)
+        return web.json_response(whole(reply), headers=headers)
+
+    async def _call(self, body: bytes) -> Call:
+        if len(body) < LONG_BYTES:
+            return parse(body, self.config.model, self.format)
+        return await blocking(parse, body, self.config.model, self.format)
+
+    async def _stream(self, request: web.Request, reply: Reply, headers: Mapping[str, str]) -> web.StreamResponse:
+        """A client that goes away, or does not read, ends its stream and changes nothing about its record."""
+        stream = web.StreamResponse(headers={**headers, "Cache-Control": "no-cache"})
+        stream.content_type = "text/event-stream"
+        try:
+            async with asyncio.timeout(self.config.gateway.timeout_s):
+                await stream.prepare(request)
+                for chunk in chunks(reply):
+                    await stream.write(b"data: " + msgspec.json.encode(chunk) + b"\n\n")
+                    await asyncio.sleep(0)  # a write into a buffer with room does not give way to anybody
+                await stream.write(b"data: [DONE]\n\n")
+                await stream.write_eof()
+        except (ConnectionError, TimeoutError) as error:
+            log.info("%s is recorded; its stream broke off: %r", reply.record, error)
+            if request.transport is not None:
+                request.transport.abort()  # else it would look whole
+        return stream
 
     async def _record(self, scenario: str, call: Call, answer: Generated, tags: dict[str, str]) -> str:
         done = answer.completion
@@ -122,8 +156,8 @@ class Gateway(Role):
             load_id=answer.load_id,
             as_of=answer.as_of,
             done_as_of=answer.done_as_of,
-            prompt=decode(call.prompt.ids),
-            answer=decode(done.ids),
+            prompt=_shown(self.format, call.prompt.ids),
+            answer=_shown(self.format, done.ids),
             prompt_tokens=len(call.prompt.ids),
             answer_tokens=len(done.ids),
             temperature=call.prompt.temperature,
@@ -150,7 +184,13 @@ class Gateway(Role):
         return web.json_response({"agent_record_id": id_, "duplicate": duplicate})
 
     async def models(self, request: web.Request) -> web.Response:
-        return web.json_response({"object": "list", "data": [{"id": self.config.model, "object": "model"}]})
+        model = {
+            "id": self.config.model,
+            "object": "model",
+            "created": self.started,
+            "owned_by": self.config.deployment,
+        }
+        return web.json_response({"object": "list", "data": [model]})
 
     async def status(self, request: web.Request) -> web.Response:
         return web.json_response(views.status(self.router.world, time.time_ns(), self.config.policy()))
@@ -213,6 +253,15 @@ def _tags(request: web.Request) -> dict[str, str]:
     return tags
 
 
+def _shown(format: ChatFormat, ids: Sequence[int]) -> str:
+    """Long ones by their beginning and a digest: answers to the same prompt are one group, to others they are not."""
+    text = format.shown(ids)
+    if len(msgspec.json.encode(text)) <= SHOWN_BYTES:
+        return text
+    digest = hashlib.sha256(msgspec.json.encode(ids)).hexdigest()[:32]
+    return f"{text[:SHOWN]}… ({len(ids)} tokens, {digest})"
+
+
 def _hung_up(request: web.Request) -> bool:
     return request.transport is None or request.transport.is_closing()
 
@@ -242,6 +291,31 @@ def _error(status: int, kind: str, message: str) -> web.Response:
     return web.json_response({"error": {"message": message, "type": kind, "code": status}}, status=status)
 
 
+def _format(config: Config) -> ChatFormat:
+    """A model folder's own, if it has a tokenizer. Raises Rejected if that cannot be used."""
+    folder = Path(config.inference.model_path)
+    if not config.inference.model_path:
+        return DIGITS
+    if not any((folder / name).exists() for name in TOKENIZER):
+        return _without_tokenizer(folder)
+    try:
+        from consumers.reef_gateway.hugging_face import read
+    except ModuleNotFoundError as error:
+        raise Rejected(f"{folder} has a tokenizer, which needs an extra: pip install 'reef-bus[chat]'") from error
+    return read(folder)
+
+
+def _without_tokenizer(folder: Path) -> ChatFormat:
+    """The demo's folders have none, and its sixteen tokens."""
+    try:
+        found = msgspec.json.decode((folder / "config.json").read_bytes(), type=dict[str, Any]).get("vocab_size")
+    except (OSError, msgspec.MsgspecError) as error:
+        raise Rejected(f"{folder / 'config.json'} cannot be read: {error}") from error
+    if found != VOCAB:
+        raise Rejected(f"{folder} has {found} tokens and no {TOKENIZER[0]}: it belongs beside config.json")
+    return DIGITS
+
+
 async def _build(config: Config, journal: Journal, me: Me, stack: contextlib.AsyncExitStack) -> Role:
     recorder = Recorder(journal, ArtifactStore(config.artifact_root()), f"gateway/{me.id}", me.boot)
     await recorder.start(stack)
@@ -250,7 +324,7 @@ async def _build(config: Config, journal: Journal, me: Me, stack: contextlib.Asy
             connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=None, sock_connect=5)
         )
     )
-    gateway = Gateway(config, me, Router(session), recorder)
+    gateway = Gateway(config, me, Router(session), recorder, await blocking(_format, config))
     app = web.Application(middlewares=[errors], client_max_size=config.gateway.max_body_bytes)
     app.add_routes(gateway.routes())
     url = await listen(app, config.gateway.host, config.gateway.port, stack)

@@ -51,7 +51,8 @@ async def records(found: Live) -> int:
         pytest.param({**QUESTION, "messages": [{"role": "user", "content": "hello"}]}, 400, "digits", id="letters"),
         pytest.param({**QUESTION, "messages": [{"role": "user"}]}, 400, "content", id="no-content"),
         pytest.param({**QUESTION, "n": 2}, 400, "n must be 1", id="n"),
-        pytest.param({**QUESTION, "stream": True}, 400, "stream false", id="stream"),
+        pytest.param({**QUESTION, "stream_options": {}}, 400, "stream to be true", id="no-stream"),
+        pytest.param({**QUESTION, "stream": True, "n": 2}, 400, "n must be 1", id="stream-n"),
         pytest.param({**QUESTION, "temperature": -1}, 400, "0 to 2", id="temperature"),
         pytest.param({**QUESTION, "max_tokens": 1000}, 400, "max_tokens is 1000", id="max-tokens"),
         pytest.param({**QUESTION, "max_tokens": 0}, 400, "max_tokens is 0", id="max-tokens-zero"),
@@ -64,6 +65,16 @@ async def test_a_bad_chat_request_is_refused_and_leaves_nothing(found: Live, bod
     got, answer = await post(found, "/v1/chat/completions", body)
     assert (got, says in answer["error"]["message"]) == (status, True), answer
     assert await records(found) == before
+
+
+async def test_a_stream_is_one_record(found: Live) -> None:
+    before = await records(found)
+    session, body = found.client.producer.session, {**QUESTION, "stream": True, "max_tokens": 3}
+    async with session.post(found.running.url + "/v1/chat/completions", json=body) as reply:
+        told = (await reply.text()).split("\n\n")
+    assert (reply.status, len(told), told[-2:]) == (200, 7, ["data: [DONE]", ""])
+    assert all(reply.headers["x-reef-agent-record-id"] in chunk for chunk in told[:-2])
+    assert await records(found) == before + 1
 
 
 async def test_an_unknown_scenario_is_named(found: Live) -> None:

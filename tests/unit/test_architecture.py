@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 CORE = sorted((ROOT / "reef_bus" / "core").rglob("*.py"))
 MODULES = sorted(path for folder in ("reef_bus", "consumers", "deploy") for path in (ROOT / folder).rglob("*.py"))
 EXTRAS = {"aiohttp", "backports", "fsspec", "numpy", "prometheus_client", "psutil", "rich", "safetensors", "torch"}
-EXTRAS |= {"xxhash", "yaml"}
+EXTRAS |= {"jinja2", "tokenizers", "xxhash", "yaml"}
 IMPURE_BUILTINS = {"eval", "exec", "hash", "id", "input", "open", "print"}  # hash and id differ between processes
 CORE_MAY_IMPORT = {"msgspec", "reef_bus.core", "reef_bus.errors", "reef_bus.events"}
 

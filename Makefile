@@ -46,7 +46,7 @@ kill-matrix: prepare-dev  ## every role killed and stopped at every event; half 
 simulate: prepare-dev  ## 2,000 seeds of simulated faults, alone on both cores; prints the table
 	@$(BIN)/python -m tests.simulation --seeds 2000 $(ARGS)
 
-bench: prepare-bench  ## the figures of docs/figures.md on this machine, in some 13 minutes; prints the table
+bench: prepare-bench  ## the figures of docs/figures.md on this machine, in half an hour; prints the table
 	@$(BIN)/python -m tests.bench.weights $(ARGS)
 
 bench-baselines: prepare-bench  ## our deployment and three patterns that others use, killed alike; prints the table

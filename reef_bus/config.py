@@ -69,12 +69,13 @@ class Inference(Part, frozen=True, kw_only=True):
     together. An engine that is cut off from the log goes on serving what it holds; with `lease_s` above 0 it stops
     after as many seconds.
 
-    `model_path`: a folder with the model's config.json; empty: the demo's policy. `backend: sglang` needs one, and
-    starts an SGLang server for each engine, which may take `start_s`. `device`: `cpu`, `cuda`, or `auto`. `update`: a
-    version gets into the server's memory by a `broadcast`, as `tensors` in a request, or from `disk`. Without a
-    `prefix_cache` what is paused in place keeps its KV cache; with one, it is computed anew by the next version.
-    `options`: the server's own, without dashes, as far as no other key of this section stands for them. `urls`: by
-    engine, a server that somebody else runs: it is paused, loaded and asked, never ended."""
+    `model_path`: a folder with the model's config.json and, for the gateway, its tokenizer (extra `chat`); empty: the
+    demo's policy. `backend: sglang` needs one, and starts an SGLang server for each engine, which may take `start_s`.
+    `device`: `cpu`, `cuda`, or `auto`. `update`: a version gets into the server's memory by a `broadcast`, as `tensors`
+    in a request, or from `disk`. Without a `prefix_cache` what is paused in place keeps its KV cache; with one, it is
+    computed anew by the next version. `options`: the server's own, without dashes, as far as no other key of this
+    section stands for them. `urls`: by engine, a server that somebody else runs: it is paused, loaded and asked, never
+    ended."""
 
     backend: str = "torch"
     engines: tuple[str, ...] = ("engine-0", "engine-1")

@@ -103,7 +103,13 @@ def reshaped(version: Pieces, name: str) -> Pieces:
     return {**version, name: Piece("F32", (rows * 2, rest[0] // 2) if rest else (8, rows // 8), version[name].data)}
 
 
-@pytest.mark.parametrize("wrong", [renamed, without, reshaped])
+def with_a_bias(version: Pieces, name: str) -> Pieces:
+    """Which the model does not have: the server passes by it, and says success."""
+    bias = bytearray(4 * version[name].shape[0])
+    return {**version, name.replace("weight", "bias"): Piece("F32", version[name].shape[:1], memoryview(bias))}
+
+
+@pytest.mark.parametrize("wrong", [renamed, without, reshaped, with_a_bias])
 @pytest.mark.parametrize("name", [Q, NORM])
 async def test_what_is_no_version_of_the_model_is_refused_before_the_server_hears_of_it(
     subject: Subject, wrong: object, name: str

@@ -104,7 +104,11 @@ class SGLangEngine(ContinuousBackend):
         return self.room_.fit(layouts)
 
     def expect(self, manifest: str) -> None:
-        self._expected[manifest] = self.oracle.expected(self.room_.weights)
+        try:
+            self._expected[manifest] = self.oracle.expected(self.room_.weights)
+        except Unavailable as error:
+            self.died(str(error))  # it would be asked for ever
+            raise
         while len(self._expected) > KNOWN:
             del self._expected[next(iter(self._expected))]
 

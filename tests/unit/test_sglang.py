@@ -144,9 +144,17 @@ def test_a_room_is_made_anew_for_other_tensors_and_nothing_of_an_earlier_boot_is
     assert not folder.exists()
 
 
+def test_a_room_is_its_owners_alone(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "room"
+    assert Room(model, folder).folder.stat().st_mode & 0o777 == 0o700
+    monkeypatch.setattr("shutil.rmtree", lambda *_, **__: None)  # as where another user's folder cannot be removed
+    with pytest.raises(FileExistsError):
+        Room(model, folder)
+
+
 def test_weights_of_the_model_folder_are_not_copied(model: Path, tmp_path: Path) -> None:
     """They are not read: a version comes from the artifact store."""
-    for name in ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "tokenizer.json"):
+    for name in ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "a.pth", "tokenizer.json"):
         (model / name).write_bytes(b"{}")
     room = Room(model, tmp_path / "room")
     assert {file.name for file in room.folder.iterdir()} == {"config.json", "tokenizer.json", "tmp"}
@@ -175,19 +183,24 @@ def test_sums_are_compared_rank_by_rank_and_name_by_name() -> None:
     assert flaw(expected, ranks(right[0], {"a": "3"})) == "rank 1: parameter 'b' is only in the file"
     assert flaw(expected, ranks({**right[0], "c": "1"}, right[1])) == "rank 0: parameter 'c' is only in the server"
     assert flaw(expected, ranks(right[0])) == "the server spoke for ranks [0], expected 2"
+    copy = [*ranks({**right[0], "a": "0"}), *ranks(*right)]
+    assert flaw(expected, copy) == "the server spoke for ranks [0, 0, 1], expected 2"
 
 
 # -- HTTP
 
 
 class Answers(http.server.BaseHTTPRequestHandler):
-    """/200, /400 … with the body that was sent; /gone ends the connection."""
+    """/200, /400 … with the body that was sent; /gone ends the connection, /half in the middle of an answer."""
 
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers["Content-Length"]))
         if self.path == "/gone":
             return self.connection.close()
-        self.send_response(int(self.path[1:]))
+        self.send_response(400 if self.path == "/half" else int(self.path[1:]))
+        if self.path == "/half":
+            self.send_header("Content-Length", "999")
+            return self.end_headers()
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)
@@ -210,10 +223,18 @@ def test_a_refusal_is_told_from_no_answer(client: Client) -> None:
     assert client.post("200", {"a": 1}) == {"a": 1}
     with pytest.raises(TransferError, match="refused: /400: 400 not that"):
         client.post("400", {"message": "not that"})
+    with pytest.raises(TransferError, match="refused: /half: 400 without a word"):
+        client.post("half", {})
     with pytest.raises(Unavailable, match="gave no answer to /gone"):
         client.post("gone", {})
     with pytest.raises(Unavailable, match="gave no answer to /health"):
         Client("http://127.0.0.1:1", "key").get("health")
+
+
+def test_no_proxy_is_told_the_key(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
+    monkeypatch.delenv("no_proxy", raising=False)
+    assert client.post("200", {"a": 1}) == {"a": 1}
 
 
 @pytest.mark.parametrize(

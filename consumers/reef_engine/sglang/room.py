@@ -18,6 +18,7 @@ from reef_bus.errors import TransferError
 from reef_bus.safetensors_file import laid_out
 
 WEIGHTS = "model.safetensors"
+WEIGHTS_OF_OTHERS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx")
 SHARED = Path("/dev/shm")
 
 
@@ -28,13 +29,11 @@ class Room:
         """`folder` is ours alone, and whatever an earlier boot left there is gone."""
         self.folder = folder
         shutil.rmtree(folder, ignore_errors=True)
-        self.scratch.mkdir(parents=True, mode=0o700)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700)  # fails for one that another user put there
+        self.scratch.mkdir(mode=0o700)
         for file in model.iterdir():
-            if (
-                file.is_file()
-                and file.suffix not in (".safetensors", ".bin", ".pt", ".gguf")
-                and "index" not in file.name
-            ):
+            if file.is_file() and file.suffix not in WEIGHTS_OF_OTHERS and "index" not in file.name:
                 shutil.copy2(file, folder / file.name)
         self._layouts: dict[str, Layout] = {}
         self._pieces: Pieces = {}

@@ -128,6 +128,13 @@ async def test_a_broadcast_that_the_server_refuses_leaves_it_fit_for_the_next(su
     assert subject.died == []
 
 
+@pytest.mark.parametrize("update", ["tensors", "broadcast"])
+async def test_a_session_that_a_killed_agent_left_open_is_in_nobodys_way(subject: Subject, update: str) -> None:
+    subject.engine.client.post("begin_weight_update", {})
+    with subject.with_(update=update):
+        await subject.load(2, f"i:35-{update}")
+
+
 async def test_another_name_is_another_version_whatever_it_sums_up_to(subject: Subject) -> None:
     manifest = await subject.load(1, "i:40")
     assert "'i:40'" in await subject.flaw(manifest, "i:41")

@@ -17,6 +17,7 @@ import pytest
 import safetensors.numpy
 
 from consumers.reef_engine.sglang.backend import Limits
+from consumers.reef_engine.sglang.borrowed import _differs
 from consumers.reef_engine.sglang.client import Client, words
 from consumers.reef_engine.sglang.launch import SHIMS, environment, model_flags, server_flags
 from consumers.reef_engine.sglang.room import Room
@@ -62,6 +63,8 @@ def test_an_option_that_another_key_stands_for_is_refused_with_that_key(model: P
             "inference.urls names 'engine-7'; inference.engines are engine-0, engine-1",
         ),
         ({"urls": {"engine-0": "http://x"}, "update": "disk"}, "inference.update disk"),
+        ({"urls": {"engine-0": "http://x", "engine-1": "http://x/"}}, "inference.urls names one server twice"),
+        ({"options": {"tensor-par": 2}}, "names 'tensor-par': set inference.tensor-parallel-size instead"),
         ({"backend": "vllm"}, "inference.backend is 'vllm'; this version has: torch, sglang"),
     ],
 )
@@ -70,6 +73,32 @@ def test_what_no_server_can_be_started_with_is_refused_with_its_key(
 ) -> None:
     with pytest.raises(Rejected, match=said):
         configured(model, **wrong)
+
+
+# -- a server that is borrowed
+
+AS_CONFIGURED = {"tp_size": 1, "dtype": "auto", "disable_radix_cache": True, "disable_overlap_schedule": True}
+
+
+@pytest.mark.parametrize(
+    ("said", "found"),
+    [
+        ({}, ""),
+        ({"tp_size": 2}, "has 2 ranks: set inference.tensor-parallel-size"),
+        ({"dtype": "bfloat16"}, "was started with --dtype bfloat16: set inference.dtype"),
+        ({"disable_radix_cache": False}, "has a prefix cache: set inference.prefix-cache"),
+        ({"disable_overlap_schedule": False}, "counts a token to the wrong version"),
+    ],
+)
+def test_a_borrowed_server_is_as_configured(model: Path, said: dict[str, Any], found: str) -> None:
+    inference = configured(model, **{"prefix-cache": False})
+    assert _differs({**AS_CONFIGURED, **said}, inference, spans=True).startswith(found)
+    assert bool(_differs({**AS_CONFIGURED, **said}, inference, spans=True)) == bool(found)
+
+
+def test_batches_of_a_borrowed_server_may_overlap_where_an_answer_is_of_one_version(model: Path) -> None:
+    said = {**AS_CONFIGURED, "disable_overlap_schedule": False}
+    assert _differs(said, configured(model), spans=False) == ""
 
 
 # -- start

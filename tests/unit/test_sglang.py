@@ -5,6 +5,7 @@ Knows: the modules beside the backend. Must not know: SGLang, which need not be 
 
 from __future__ import annotations
 
+import asyncio
 import http.server
 import itertools
 import threading
@@ -16,12 +17,13 @@ import msgspec
 import pytest
 import safetensors.numpy
 
-from consumers.reef_engine.sglang.backend import Limits
+from consumers.reef_engine.sglang.backend import Limits, SGLangEngine
 from consumers.reef_engine.sglang.borrowed import _differs
 from consumers.reef_engine.sglang.client import Client, words
 from consumers.reef_engine.sglang.launch import SHIMS, environment, model_flags, server_flags
 from consumers.reef_engine.sglang.room import Room
-from consumers.reef_engine.sglang.sums import Sums, flaw
+from consumers.reef_engine.sglang.sums import Oracle, Sums, flaw
+from reef_bus.backends import Prompt
 from reef_bus.config import OPTIONS, Inference, build
 from reef_bus.errors import Rejected, TransferError, Unavailable
 from reef_bus.model_folder import read_policy_config, write_model_folder
@@ -281,6 +283,48 @@ def test_no_proxy_is_told_the_key(client: Client, monkeypatch: pytest.MonkeyPatc
 )
 def test_the_servers_words_are_found_in_each_of_its_forms(body: str, said: str) -> None:
     assert words(body) == said
+
+
+class Impatient(http.server.BaseHTTPRequestHandler):
+    """Answers one prompt on a connection, says that it keeps it, and closes it as the next one comes."""
+
+    protocol_version = "HTTP/1.1"
+    answered = False
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["Content-Length"]))
+        if self.answered:
+            self.close_connection = True
+            return
+        self.answered = True
+        meta = {
+            "finish_reason": {"type": "length"},
+            "output_token_logprobs": [[-1.0, 3, None]],
+            "weight_versions": [{"version": "i:1", "start": 0, "end": 1}],
+        }
+        body = msgspec.json.encode({"output_ids": [3], "meta_info": meta})
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: Any) -> None: ...
+
+
+async def test_a_connection_that_the_server_closes_meanwhile_costs_no_answer(model: Path, tmp_path: Path) -> None:
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Impatient)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    room, nobody = Room(model, tmp_path / "room"), Oracle([], 0, 0, {}, tmp_path / "log")
+    client = Client(f"http://127.0.0.1:{server.server_port}", "key")
+    engine = SGLangEngine(configured(model), client, room, nobody, "cpu", [].append)
+    try:
+        for _ in range(2):
+            answer = await engine.answer(Prompt(ids=(1,), max_tokens=1))
+            assert answer.versions == (("i:1", 1),)
+    finally:
+        await engine.disconnect()
+        await asyncio.to_thread(server.shutdown)
+        server.server_close()
 
 
 # -- model folders

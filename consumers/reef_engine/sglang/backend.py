@@ -191,7 +191,9 @@ class SGLangEngine(ContinuousBackend):
 
     def _http(self) -> aiohttp.ClientSession:
         if self._session is None:
-            connector, forever = aiohttp.TCPConnector(limit=0), aiohttp.ClientTimeout(total=None)
+            # a connection that is kept may be closed by the server just as the next prompt is sent: a boot's end for it
+            connector = aiohttp.TCPConnector(limit=0, force_close=True)
+            forever = aiohttp.ClientTimeout(total=None)
             self._session = aiohttp.ClientSession(connector=connector, timeout=forever)
         return self._session
 

@@ -21,7 +21,7 @@ from consumers.reef_engine.sglang.backend import Limits, SGLangEngine
 from consumers.reef_engine.sglang.borrowed import _differs
 from consumers.reef_engine.sglang.client import Client, words
 from consumers.reef_engine.sglang.launch import SHIMS, environment, model_flags, server_flags
-from consumers.reef_engine.sglang.room import Room
+from consumers.reef_engine.sglang.room import Room, place
 from consumers.reef_engine.sglang.sums import Oracle, Sums, flaw
 from reef_bus.backends import Prompt
 from reef_bus.config import OPTIONS, Inference, build
@@ -189,6 +189,14 @@ def test_weights_of_the_model_folder_are_not_copied(model: Path, tmp_path: Path)
         (model / name).write_bytes(b"{}")
     room = Room(model, tmp_path / "room")
     assert {file.name for file in room.folder.iterdir()} == {"config.json", "tokenizer.json", "tmp"}
+
+
+def test_a_socket_fits_into_the_room_of_an_engine_with_the_longest_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("consumers.reef_engine.sglang.room.SHARED", tmp_path)
+    first, second = (place(tmp_path, "e" * 63 + each) for each in "12")
+    assert first != second and len(first.name) + len("/dev/shm//tmp/tmpabcdefgh") <= 107
 
 
 def test_no_room_is_said_in_bytes(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,6 +20,8 @@ from reef_bus.safetensors_file import laid_out
 WEIGHTS = "model.safetensors"
 WEIGHTS_OF_OTHERS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx")
 SHARED = Path("/dev/shm")
+NAMED = 32
+"""Characters of an engine's name: a socket's path has 107 at most."""
 
 
 class Room:
@@ -84,5 +86,5 @@ def place(state_dir: Path, engine: str) -> Path:
     """One folder for each engine of a deployment, in shared memory where the system has it."""
     if not SHARED.is_dir():
         return state_dir / "run" / f"{engine}.room"
-    whose = hashlib.sha256(str(state_dir.resolve()).encode()).hexdigest()[:16]
-    return SHARED / f"reef-{whose}-{engine}"
+    whose = hashlib.sha256(f"{state_dir.resolve()}\n{engine}".encode()).hexdigest()[:16]
+    return SHARED / f"reef-{whose}-{engine[:NAMED]}"

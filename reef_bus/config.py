@@ -12,6 +12,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import msgspec
 
@@ -26,6 +27,7 @@ MAX_PUBLISHERS = 16  # they only append: more than a few add nothing but conflic
 TRANSPORTS = ("tcp", "torch", "ucx", "shm", "files")
 """Not among the defaults: ucx and torch need more than is installed, shm serves no engine on another host."""
 ATTACHED = "attached"
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
 UPDATES = ("broadcast", "tensors", "disk")
 OPTIONS = {
     **dict.fromkeys(("model", "model-path", "served-model-name", "tokenizer-path"), "inference.model-path"),
@@ -356,6 +358,12 @@ def _check_engines(inference: Inference) -> None:
         raise Rejected("inference.urls names one server twice: each engine would load over the other")
     if inference.urls and inference.update == "disk":
         raise Rejected("inference.update disk: a server that is not ours would be called after our folder afterwards")
+    far = [url for url in inference.urls.values() if urlsplit(url).hostname not in LOOPBACK]
+    if far and inference.update == "broadcast" and inference.host in (*LOOPBACK, "0.0.0.0"):
+        raise Rejected(
+            f"inference.host is {inference.host!r}, where {far[0]} would look for the broadcast: set an address of "
+            "this machine that it reaches, or inference.update tensors"
+        )
     for name in inference.options:
         if stands := _stands_for(name.replace("_", "-").removeprefix("--")):
             raise Rejected(f"inference.options names {name!r}: set {stands} instead")

@@ -66,6 +66,7 @@ def test_an_option_that_another_key_stands_for_is_refused_with_that_key(model: P
         ),
         ({"urls": {"engine-0": "http://x"}, "update": "disk"}, "inference.update disk"),
         ({"urls": {"engine-0": "http://x", "engine-1": "http://x/"}}, "inference.urls names one server twice"),
+        ({"urls": {"engine-0": "http://x"}}, "inference.host is '127.0.0.1', where http://x would look"),
         ({"options": {"tensor-par": 2}}, "names 'tensor-par': set inference.tensor-parallel-size instead"),
         ({"backend": "vllm"}, "inference.backend is 'vllm'; this version has: torch, sglang"),
     ],

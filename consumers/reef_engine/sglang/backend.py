@@ -107,7 +107,7 @@ class SGLangEngine(ContinuousBackend):
         try:
             self._expected[manifest] = self.oracle.expected(self.room_.weights)
         except Unavailable as error:
-            self.died(str(error))  # it would be asked for ever
+            self.died(str(error))  # it would be asked in vain for ever
             raise
         while len(self._expected) > KNOWN:
             del self._expected[next(iter(self._expected))]

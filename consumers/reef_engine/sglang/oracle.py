@@ -37,6 +37,9 @@ from consumers.reef_engine.sglang.sums import Said, Sums
 SENTINEL = 0x7B
 """A byte of which no parameter consists that was loaded: what still does afterwards was not."""
 
+SCALE = "weight_scale_inv"
+"""Summed up together with its weight."""
+
 
 class Readings(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Which tensors of a file were read while it is active; SGLang's loaders pass by what they do not know. A view of a
@@ -98,6 +101,8 @@ class Model:
         if empty := [name for name, parameter in self.model.named_parameters() if _untouched(parameter.data)]:
             raise ValueError(f"the version leaves parameter {empty[0]!r} of SGLang's model empty")
         found = self.checker.handle("checksum", role="target")["checksums"]
+        if passed := [name for name, _ in self.model.named_parameters() if name not in found and SCALE not in name]:
+            raise ValueError(f"SGLang's checksum passes by parameter {passed[0]!r}: what it holds cannot be proven")
         return Said(Sums(self.rank, self.algorithm, found), unread=tuple(sorted(readings.unread)))
 
 

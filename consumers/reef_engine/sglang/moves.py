@@ -164,7 +164,8 @@ def _both(ask: Any, do: Any) -> None:
     try:
         do()
     except Exception as error:  # without us the server would wait as long as its own deadline lets it
-        raise Unavailable(f"the group with the server broke: {error!r}") from error
+        said = f"; {failed[0]}" if failed else ""
+        raise Unavailable(f"the group with the server broke: {error!r}{said}") from error
     asking.join()
     if failed:
         raise failed[0]

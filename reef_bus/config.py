@@ -12,6 +12,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import msgspec
 
@@ -26,6 +27,7 @@ MAX_PUBLISHERS = 16  # they only append: more than a few add nothing but conflic
 TRANSPORTS = ("tcp", "torch", "ucx", "shm", "files")
 """Not among the defaults: ucx and torch need more than is installed, shm serves no engine on another host."""
 ATTACHED = "attached"
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
 UPDATES = ("broadcast", "tensors", "disk")
 OPTIONS = {
     **dict.fromkeys(("model", "model-path", "served-model-name", "tokenizer-path"), "inference.model-path"),
@@ -34,6 +36,9 @@ OPTIONS = {
     **{name: f"inference.{name}" for name in ("device", "dtype")},
     "max-running-requests": "inference.max-batch",
     "disable-overlap-schedule": "publication.pause",
+    **dict.fromkeys(("dp", "dp-size", "data-parallel-size"), "more inference.engines"),
+    **dict.fromkeys(("pp", "pp-size", "pipeline-parallel-size", "nnodes"), "inference.tensor-parallel-size"),
+    "config": "the options themselves",
     **dict.fromkeys(
         ("host", "port", "api-key", "admin-api-key", "load-format", "weight-version", "skip-tokenizer-init"),
         "nothing: the agent gives it",
@@ -350,11 +355,24 @@ def _check_engines(inference: Inference) -> None:
         raise Rejected(f"inference.start-s is {inference.start_s:g}; expected seconds")
     if unknown := [engine for engine in inference.urls if engine not in inference.engines]:
         raise Rejected(f"inference.urls names {unknown[0]!r}; inference.engines are {', '.join(inference.engines)}")
+    if len({url.rstrip("/") for url in inference.urls.values()}) < len(inference.urls):
+        raise Rejected("inference.urls names one server twice: each engine would load over the other")
     if inference.urls and inference.update == "disk":
         raise Rejected("inference.update disk: a server that is not ours would be called after our folder afterwards")
+    far = [url for url in inference.urls.values() if urlsplit(url).hostname not in LOOPBACK]
+    if far and inference.update == "broadcast" and inference.host in (*LOOPBACK, "0.0.0.0"):
+        raise Rejected(
+            f"inference.host is {inference.host!r}, where {far[0]} would look for the broadcast: set an address of "
+            "this machine that it reaches, or inference.update tensors"
+        )
     for name in inference.options:
-        if stands := OPTIONS.get(name.replace("_", "-").removeprefix("--")):
+        if stands := _stands_for(name.replace("_", "-").removeprefix("--")):
             raise Rejected(f"inference.options names {name!r}: set {stands} instead")
+
+
+def _stands_for(option: str) -> str:
+    """The server takes the beginning of an option's name for all of it."""
+    return OPTIONS.get(option) or next((key for name, key in OPTIONS.items() if name.startswith(option)), "")
 
 
 def _check_artifacts(where: str) -> None:

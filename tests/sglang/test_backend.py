@@ -103,7 +103,13 @@ def reshaped(version: Pieces, name: str) -> Pieces:
     return {**version, name: Piece("F32", (rows * 2, rest[0] // 2) if rest else (8, rows // 8), version[name].data)}
 
 
-@pytest.mark.parametrize("wrong", [renamed, without, reshaped])
+def with_a_bias(version: Pieces, name: str) -> Pieces:
+    """Which the model does not have: the server passes by it, and says success."""
+    bias = bytearray(4 * version[name].shape[0])
+    return {**version, name.replace("weight", "bias"): Piece("F32", version[name].shape[:1], memoryview(bias))}
+
+
+@pytest.mark.parametrize("wrong", [renamed, without, reshaped, with_a_bias])
 @pytest.mark.parametrize("name", [Q, NORM])
 async def test_what_is_no_version_of_the_model_is_refused_before_the_server_hears_of_it(
     subject: Subject, wrong: object, name: str
@@ -120,6 +126,13 @@ async def test_a_broadcast_that_the_server_refuses_leaves_it_fit_for_the_next(su
         await asyncio.to_thread(subject.engine.take, "i:30")
     await subject.load(2, "i:31")
     assert subject.died == []
+
+
+@pytest.mark.parametrize("update", ["tensors", "broadcast"])
+async def test_a_session_that_a_killed_agent_left_open_is_in_nobodys_way(subject: Subject, update: str) -> None:
+    subject.engine.client.post("begin_weight_update", {})
+    with subject.with_(update=update):
+        await subject.load(2, f"i:35-{update}")
 
 
 async def test_another_name_is_another_version_whatever_it_sums_up_to(subject: Subject) -> None:

@@ -5,6 +5,7 @@ Knows: the modules beside the backend. Must not know: SGLang, which need not be 
 
 from __future__ import annotations
 
+import asyncio
 import http.server
 import itertools
 import threading
@@ -16,11 +17,13 @@ import msgspec
 import pytest
 import safetensors.numpy
 
-from consumers.reef_engine.sglang.backend import Limits
+from consumers.reef_engine.sglang.backend import Limits, SGLangEngine
+from consumers.reef_engine.sglang.borrowed import _differs
 from consumers.reef_engine.sglang.client import Client, words
 from consumers.reef_engine.sglang.launch import SHIMS, environment, model_flags, server_flags
-from consumers.reef_engine.sglang.room import Room
-from consumers.reef_engine.sglang.sums import Sums, flaw
+from consumers.reef_engine.sglang.room import Room, place
+from consumers.reef_engine.sglang.sums import Oracle, Sums, flaw
+from reef_bus.backends import Prompt
 from reef_bus.config import OPTIONS, Inference, build
 from reef_bus.errors import Rejected, TransferError, Unavailable
 from reef_bus.model_folder import read_policy_config, write_model_folder
@@ -62,6 +65,9 @@ def test_an_option_that_another_key_stands_for_is_refused_with_that_key(model: P
             "inference.urls names 'engine-7'; inference.engines are engine-0, engine-1",
         ),
         ({"urls": {"engine-0": "http://x"}, "update": "disk"}, "inference.update disk"),
+        ({"urls": {"engine-0": "http://x", "engine-1": "http://x/"}}, "inference.urls names one server twice"),
+        ({"urls": {"engine-0": "http://x"}}, "inference.host is '127.0.0.1', where http://x would look"),
+        ({"options": {"tensor-par": 2}}, "names 'tensor-par': set inference.tensor-parallel-size instead"),
         ({"backend": "vllm"}, "inference.backend is 'vllm'; this version has: torch, sglang"),
     ],
 )
@@ -70,6 +76,32 @@ def test_what_no_server_can_be_started_with_is_refused_with_its_key(
 ) -> None:
     with pytest.raises(Rejected, match=said):
         configured(model, **wrong)
+
+
+# -- a server that is borrowed
+
+AS_CONFIGURED = {"tp_size": 1, "dtype": "auto", "disable_radix_cache": True, "disable_overlap_schedule": True}
+
+
+@pytest.mark.parametrize(
+    ("said", "found"),
+    [
+        ({}, ""),
+        ({"tp_size": 2}, "has 2 ranks: set inference.tensor-parallel-size"),
+        ({"dtype": "bfloat16"}, "was started with --dtype bfloat16: set inference.dtype"),
+        ({"disable_radix_cache": False}, "has a prefix cache: set inference.prefix-cache"),
+        ({"disable_overlap_schedule": False}, "counts a token to the wrong version"),
+    ],
+)
+def test_a_borrowed_server_is_as_configured(model: Path, said: dict[str, Any], found: str) -> None:
+    inference = configured(model, **{"prefix-cache": False})
+    assert _differs({**AS_CONFIGURED, **said}, inference, spans=True).startswith(found)
+    assert bool(_differs({**AS_CONFIGURED, **said}, inference, spans=True)) == bool(found)
+
+
+def test_batches_of_a_borrowed_server_may_overlap_where_an_answer_is_of_one_version(model: Path) -> None:
+    said = {**AS_CONFIGURED, "disable_overlap_schedule": False}
+    assert _differs(said, configured(model), spans=False) == ""
 
 
 # -- start
@@ -144,12 +176,28 @@ def test_a_room_is_made_anew_for_other_tensors_and_nothing_of_an_earlier_boot_is
     assert not folder.exists()
 
 
+def test_a_room_is_its_owners_alone(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "room"
+    assert Room(model, folder).folder.stat().st_mode & 0o777 == 0o700
+    monkeypatch.setattr("shutil.rmtree", lambda *_, **__: None)  # as where another user's folder cannot be removed
+    with pytest.raises(FileExistsError):
+        Room(model, folder)
+
+
 def test_weights_of_the_model_folder_are_not_copied(model: Path, tmp_path: Path) -> None:
     """They are not read: a version comes from the artifact store."""
-    for name in ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "tokenizer.json"):
+    for name in ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "a.pth", "tokenizer.json"):
         (model / name).write_bytes(b"{}")
     room = Room(model, tmp_path / "room")
     assert {file.name for file in room.folder.iterdir()} == {"config.json", "tokenizer.json", "tmp"}
+
+
+def test_a_socket_fits_into_the_room_of_an_engine_with_the_longest_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("consumers.reef_engine.sglang.room.SHARED", tmp_path)
+    first, second = (place(tmp_path, "e" * 63 + each) for each in "12")
+    assert first != second and len(first.name) + len("/dev/shm//tmp/tmpabcdefgh") <= 107
 
 
 def test_no_room_is_said_in_bytes(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,19 +223,24 @@ def test_sums_are_compared_rank_by_rank_and_name_by_name() -> None:
     assert flaw(expected, ranks(right[0], {"a": "3"})) == "rank 1: parameter 'b' is only in the file"
     assert flaw(expected, ranks({**right[0], "c": "1"}, right[1])) == "rank 0: parameter 'c' is only in the server"
     assert flaw(expected, ranks(right[0])) == "the server spoke for ranks [0], expected 2"
+    copy = [*ranks({**right[0], "a": "0"}), *ranks(*right)]
+    assert flaw(expected, copy) == "the server spoke for ranks [0, 0, 1], expected 2"
 
 
 # -- HTTP
 
 
 class Answers(http.server.BaseHTTPRequestHandler):
-    """/200, /400 … with the body that was sent; /gone ends the connection."""
+    """/200, /400 … with the body that was sent; /gone ends the connection, /half in the middle of an answer."""
 
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers["Content-Length"]))
         if self.path == "/gone":
             return self.connection.close()
-        self.send_response(int(self.path[1:]))
+        self.send_response(400 if self.path == "/half" else int(self.path[1:]))
+        if self.path == "/half":
+            self.send_header("Content-Length", "999")
+            return self.end_headers()
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)
@@ -210,10 +263,18 @@ def test_a_refusal_is_told_from_no_answer(client: Client) -> None:
     assert client.post("200", {"a": 1}) == {"a": 1}
     with pytest.raises(TransferError, match="refused: /400: 400 not that"):
         client.post("400", {"message": "not that"})
+    with pytest.raises(TransferError, match="refused: /half: 400 without a word"):
+        client.post("half", {})
     with pytest.raises(Unavailable, match="gave no answer to /gone"):
         client.post("gone", {})
     with pytest.raises(Unavailable, match="gave no answer to /health"):
         Client("http://127.0.0.1:1", "key").get("health")
+
+
+def test_no_proxy_is_told_the_key(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
+    monkeypatch.delenv("no_proxy", raising=False)
+    assert client.post("200", {"a": 1}) == {"a": 1}
 
 
 @pytest.mark.parametrize(
@@ -231,6 +292,48 @@ def test_a_refusal_is_told_from_no_answer(client: Client) -> None:
 )
 def test_the_servers_words_are_found_in_each_of_its_forms(body: str, said: str) -> None:
     assert words(body) == said
+
+
+class Impatient(http.server.BaseHTTPRequestHandler):
+    """Answers one prompt on a connection, says that it keeps it, and closes it as the next one comes."""
+
+    protocol_version = "HTTP/1.1"
+    answered = False
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["Content-Length"]))
+        if self.answered:
+            self.close_connection = True
+            return
+        self.answered = True
+        meta = {
+            "finish_reason": {"type": "length"},
+            "output_token_logprobs": [[-1.0, 3, None]],
+            "weight_versions": [{"version": "i:1", "start": 0, "end": 1}],
+        }
+        body = msgspec.json.encode({"output_ids": [3], "meta_info": meta})
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: Any) -> None: ...
+
+
+async def test_a_connection_that_the_server_closes_meanwhile_costs_no_answer(model: Path, tmp_path: Path) -> None:
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Impatient)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    room, nobody = Room(model, tmp_path / "room"), Oracle([], 0, 0, {}, tmp_path / "log")
+    client = Client(f"http://127.0.0.1:{server.server_port}", "key")
+    engine = SGLangEngine(configured(model), client, room, nobody, "cpu", [].append)
+    try:
+        for _ in range(2):
+            answer = await engine.answer(Prompt(ids=(1,), max_tokens=1))
+            assert answer.versions == (("i:1", 1),)
+    finally:
+        await engine.disconnect()
+        await asyncio.to_thread(server.shutdown)
+        server.server_close()
 
 
 # -- model folders

@@ -106,7 +106,11 @@ class SGLangEngine(ContinuousBackend):
         return self.room_.fit(layouts)
 
     def expect(self, manifest: str) -> None:
-        self._expected[manifest] = self.oracle.expected(self.room_.weights)
+        try:
+            self._expected[manifest] = self.oracle.expected(self.room_.weights)
+        except Unavailable as error:
+            self.died(str(error))  # it would be asked in vain for ever
+            raise
         while len(self._expected) > KNOWN:
             del self._expected[next(iter(self._expected))]
 
@@ -189,7 +193,9 @@ class SGLangEngine(ContinuousBackend):
 
     def _http(self) -> aiohttp.ClientSession:
         if self._session is None:
-            connector, forever = aiohttp.TCPConnector(limit=0), aiohttp.ClientTimeout(total=None)
+            # a connection that is kept may be closed by the server just as the next prompt is sent: a boot's end for it
+            connector = aiohttp.TCPConnector(limit=0, force_close=True)
+            forever = aiohttp.ClientTimeout(total=None)
             self._session = aiohttp.ClientSession(connector=connector, timeout=forever)
         return self._session
 

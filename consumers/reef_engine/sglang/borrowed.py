@@ -25,15 +25,16 @@ class Borrowed:
     def __init__(self, client: Client) -> None:
         self.client = client
 
-    async def ready(self, inference: Inference) -> None:
-        """Wait until it generates. Raises Unavailable when it does not in time, and Rejected for another one than the
-        configuration says: what it has to hold could not be worked out."""
+    async def ready(self, inference: Inference, *, spans: bool) -> None:
+        """Wait until it generates; `spans`: an answer may be made by several versions. Raises Unavailable when
+        it does not in time, and Rejected for another one than the configuration says: what it has to hold could not be
+        worked out."""
         until = time.monotonic() + inference.start_s
         while not await blocking(healthy, self.client):
             if time.monotonic() > until:
                 raise Unavailable(f"no SGLang generates at {self.client.url} (waited {inference.start_s:g} s)")
             await asyncio.sleep(POLL_S)
-        if wrong := _differs(await blocking(self.client.get, "server_info"), inference):
+        if wrong := _differs(await blocking(self.client.get, "server_info"), inference, spans=spans):
             raise Rejected(f"the server at {self.client.url} {wrong}")
 
     async def ended(self) -> str:
@@ -49,7 +50,7 @@ class Borrowed:
         return f"the server at {self.client.url} answers no more"
 
 
-def _differs(said: dict[str, Any], inference: Inference) -> str:
+def _differs(said: dict[str, Any], inference: Inference, *, spans: bool) -> str:
     """What the configuration says otherwise, and how to set it right."""
     ranks, dtype = said.get("tp_size"), said.get("dtype")
     if ranks != inference.tensor_parallel_size:
@@ -58,4 +59,6 @@ def _differs(said: dict[str, Any], inference: Inference) -> str:
         return f"was started with --dtype {dtype}: set inference.dtype"
     if not inference.prefix_cache and not said.get("disable_radix_cache"):
         return "has a prefix cache: set inference.prefix-cache, or start it with --disable-radix-cache"
+    if spans and not said.get("disable_overlap_schedule"):
+        return "counts a token to the wrong version: start it with --disable-overlap-schedule, or set publication.pause"
     return ""

@@ -9,9 +9,9 @@ from __future__ import annotations
 import base64
 import importlib
 import io
-import itertools
 import pickle
 import threading
+import uuid
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from typing import Any
@@ -61,16 +61,27 @@ def broadcast(client: Client, room: Room, load_id: str, ranks: int, device: str,
 
 
 class _Session:
-    """An update session: whatever happens in it, it is ended."""
+    """An update session: whatever happens in it, it is ended; so is one that a killed agent left open."""
 
     def __init__(self, client: Client) -> None:
         self.client = client
 
     def __enter__(self) -> None:
-        self.client.post("begin_weight_update", requests.begin_weight_update())
+        try:
+            self._begin()
+        except TransferError:
+            self._end()
+            self._begin()
 
     def __exit__(self, *_: object) -> None:
-        self.client.post("end_weight_update", requests.end_weight_update())
+        self._end()
+
+    def _begin(self) -> None:
+        self.client.post("begin_weight_update", requests.begin_weight_update(), UPDATE_S)
+
+    def _end(self) -> None:
+        """It makes of the weights what the kernels read, if that is something else."""
+        self.client.post("end_weight_update", requests.end_weight_update(), UPDATE_S)
 
 
 def _buckets(found: Tensors) -> Iterator[tuple[dict[str, Any], bool]]:
@@ -93,13 +104,12 @@ def _pickled(bucket: Mapping[str, Any]) -> str:
 
 
 class _Group:
-    """Rank 0 of a group whose other ranks are the server's."""
-
-    _numbers = itertools.count(1)
+    """Rank 0 of a group whose other ranks are the server's. A borrowed server may still have that of an agent that was
+    killed, and takes no second one of its name."""
 
     def __init__(self, client: Client, ranks: int, device: str, host: str) -> None:
         self.client, self.ranks, self.device, self.host = client, ranks, device, host
-        self.name = f"reef-{next(self._numbers)}"
+        self.name = f"reef-{uuid.uuid4().hex}"
         self.backend = "nccl" if device == "cuda" else "gloo"
         self._group: Any = None
 
@@ -154,7 +164,8 @@ def _both(ask: Any, do: Any) -> None:
     try:
         do()
     except Exception as error:  # without us the server would wait as long as its own deadline lets it
-        raise Unavailable(f"the group with the server broke: {error!r}") from error
+        said = f"; {failed[0]}" if failed else ""
+        raise Unavailable(f"the group with the server broke: {error!r}{said}") from error
     asking.join()
     if failed:
         raise failed[0]

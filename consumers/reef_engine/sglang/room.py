@@ -18,7 +18,10 @@ from reef_bus.errors import TransferError
 from reef_bus.safetensors_file import laid_out
 
 WEIGHTS = "model.safetensors"
+WEIGHTS_OF_OTHERS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx")
 SHARED = Path("/dev/shm")
+NAMED = 32
+"""Characters of an engine's name: a socket's path has 107 at most."""
 
 
 class Room:
@@ -28,13 +31,11 @@ class Room:
         """`folder` is ours alone, and whatever an earlier boot left there is gone."""
         self.folder = folder
         shutil.rmtree(folder, ignore_errors=True)
-        self.scratch.mkdir(parents=True, mode=0o700)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700)  # fails for one that another user put there
+        self.scratch.mkdir(mode=0o700)
         for file in model.iterdir():
-            if (
-                file.is_file()
-                and file.suffix not in (".safetensors", ".bin", ".pt", ".gguf")
-                and "index" not in file.name
-            ):
+            if file.is_file() and file.suffix not in WEIGHTS_OF_OTHERS and "index" not in file.name:
                 shutil.copy2(file, folder / file.name)
         self._layouts: dict[str, Layout] = {}
         self._pieces: Pieces = {}
@@ -85,5 +86,5 @@ def place(state_dir: Path, engine: str) -> Path:
     """One folder for each engine of a deployment, in shared memory where the system has it."""
     if not SHARED.is_dir():
         return state_dir / "run" / f"{engine}.room"
-    whose = hashlib.sha256(str(state_dir.resolve()).encode()).hexdigest()[:16]
-    return SHARED / f"reef-{whose}-{engine}"
+    whose = hashlib.sha256(f"{state_dir.resolve()}\n{engine}".encode()).hexdigest()[:16]
+    return SHARED / f"reef-{whose}-{engine[:NAMED]}"

@@ -49,11 +49,12 @@ async def start(config: Config, me: Me, died: Callable[[str], None], stack: cont
     )
     oracle = Oracle(flags, inference.tensor_parallel_size, free_port(), around, run / f"{me.id}.oracle.log")
     stack.callback(oracle.close)
+    spans = config.publication.pause == IN_PLACE
     if url := inference.urls.get(me.id):
         client = Client(url.rstrip("/"), os.environ.get(KEY, ""))
-        ended = await _borrowed(inference, client)
+        ended = await _borrowed(inference, client, spans)
     else:
-        port, spans = free_port(), config.publication.pause == IN_PLACE
+        port = free_port()
         client = Client(f"http://127.0.0.1:{port}", me.boot)
         argv = ["-m", "sglang.launch_server", *flags, *server_flags(inference, port, me.boot, spans=spans)]
         server = Process(argv, around, run / f"{me.id}.sglang.log")
@@ -67,9 +68,9 @@ async def start(config: Config, me: Me, died: Callable[[str], None], stack: cont
     return engine
 
 
-async def _borrowed(inference: Inference, client: Client) -> Coroutine[Any, Any, str]:
+async def _borrowed(inference: Inference, client: Client, spans: bool) -> Coroutine[Any, Any, str]:
     server = Borrowed(client)
-    await server.ready(inference)
+    await server.ready(inference, spans=spans)
     return server.ended()
 
 

@@ -6,11 +6,15 @@ Must not know: where the file comes from, or what follows from a difference.
 
 from __future__ import annotations
 
+import contextlib
+import os
+import select
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import msgspec
 
@@ -18,6 +22,7 @@ from reef_bus.embedded import die_with_parent
 from reef_bus.errors import TransferError, Unavailable
 
 WORKER = "consumers.reef_engine.sglang.oracle"
+EXPECT_S = 300.0
 
 
 class Sums(msgspec.Struct, frozen=True):
@@ -28,9 +33,12 @@ class Sums(msgspec.Struct, frozen=True):
     sums: dict[str, str]
 
 
-class _Said(msgspec.Struct, frozen=True):
+class Said(msgspec.Struct, frozen=True):
+    """One rank's answer. `unread`: tensors of the file of which it made nothing."""
+
     sums: Sums | None = None
     error: str = ""
+    unread: tuple[str, ...] = ()
 
 
 class Oracle:
@@ -38,58 +46,95 @@ class Oracle:
 
     def __init__(self, flags: Sequence[str], ranks: int, port: int, environment: Mapping[str, str], out: Path) -> None:
         """Call it in the main thread: the kernel ends the processes when the thread that started them ends."""
-        self.out = out
+        argv = [sys.executable, "-m", WORKER]
         with out.open("wb") as file:
-            self.workers = [
-                subprocess.Popen(
-                    [sys.executable, "-m", WORKER, str(rank), str(port), *flags],
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    stderr=file,
-                    env=environment,
-                    process_group=0,
-                    preexec_fn=die_with_parent,
-                )
-                for rank in range(ranks)
-            ]
+            self.workers = [Worker([*argv, str(rank), str(port)], flags, environment, file) for rank in range(ranks)]
 
-    def expected(self, weights: Path) -> list[Sums]:
+    def expected(self, weights: Path, limit_s: float = EXPECT_S) -> list[Sums]:
         """By rank. Blocks; the first time until the processes are up. Raises TransferError("mismatch") for a file that
-        is not a version of this model, whole."""
+        is not a version of this model, whole, and nothing but that; and Unavailable when no answer comes, after which
+        the processes are of no use."""
+        until = time.monotonic() + limit_s
         for worker in self.workers:
-            assert worker.stdin is not None
-            try:
-                worker.stdin.write(msgspec.json.encode(str(weights)) + b"\n")
-                worker.stdin.flush()
-            except OSError as error:
-                raise self._gone() from error
-        return [self._read(worker) for worker in self.workers]
-
-    def _read(self, worker: subprocess.Popen[bytes]) -> Sums:
-        assert worker.stdout is not None
-        line = worker.stdout.readline()
-        if not line:
-            raise self._gone()
-        said = msgspec.json.decode(line, type=_Said)
-        if said.sums is None:
-            raise TransferError("mismatch", said.error)
-        return said.sums
-
-    def _gone(self) -> Unavailable:
-        return Unavailable(f"the process that works out SGLang's sums has ended; see {self.out}")
+            worker.ask(weights)
+        said = [worker.answer(until) for worker in self.workers]  # of all: what is left would answer the next question
+        if errors := [each.error for each in said if each.sums is None]:
+            raise TransferError("mismatch", errors[0])
+        if unread := set.intersection(*(set(each.unread) for each in said)):
+            raise TransferError("mismatch", f"SGLang's model makes nothing of tensor {min(unread)!r}: leave it out")
+        return [each.sums for each in said if each.sums is not None]
 
     def close(self) -> None:
         for worker in self.workers:
-            worker.kill()
+            worker.process.kill()
         for worker in self.workers:
-            worker.communicate()
+            worker.close()
+
+
+class Worker:
+    """One process; its answers come by a pipe of their own, for it prints what it likes."""
+
+    def __init__(
+        self,
+        argv: Sequence[str],
+        flags: Sequence[str],
+        environment: Mapping[str, str],
+        out: IO[bytes],
+    ) -> None:
+        self.out = out.name
+        self.answers, theirs = os.pipe()
+        try:
+            self.process = subprocess.Popen(
+                [*argv, str(theirs), *flags],
+                stdin=subprocess.PIPE,
+                stdout=out,
+                stderr=out,
+                env=environment,
+                pass_fds=[theirs],
+                process_group=0,
+                preexec_fn=die_with_parent,
+            )
+        finally:
+            os.close(theirs)
+
+    def ask(self, weights: Path) -> None:
+        assert self.process.stdin is not None
+        try:
+            self.process.stdin.write(msgspec.json.encode(str(weights)) + b"\n")
+            self.process.stdin.flush()
+        except OSError as error:
+            raise self._gone("has ended") from error
+
+    def answer(self, until: float) -> Said:
+        line, poll = bytearray(), select.poll()
+        poll.register(self.answers, select.POLLIN)
+        while not line.endswith(b"\n"):
+            if not poll.poll(max(0.0, until - time.monotonic()) * 1000):
+                raise self._gone("gives no answer")
+            some = os.read(self.answers, 1 << 20)
+            if not some:
+                raise self._gone("has ended")
+            line += some
+        return msgspec.json.decode(line, type=Said)
+
+    def _gone(self, what: str) -> Unavailable:
+        return Unavailable(f"the process that works out SGLang's sums {what}; see {self.out}")
+
+    def close(self) -> None:
+        self.process.kill()
+        assert self.process.stdin is not None
+        with contextlib.suppress(OSError):
+            self.process.stdin.close()
+        self.process.wait()
+        os.close(self.answers)
 
 
 def flaw(expected: Sequence[Sums], ranks: Sequence[Mapping[str, Any]]) -> str:
     """The first parameter in which a server's answer is not as expected; empty if there is none."""
     found = {place["tp_rank"]: rank["checksums"] for rank in ranks for place in rank["parallelism_info"]}
-    if found.keys() != {each.rank for each in expected}:
-        return f"the server spoke for ranks {sorted(found)}, expected {len(expected)}"
+    spoke = sorted(place["tp_rank"] for rank in ranks for place in rank["parallelism_info"])
+    if spoke != sorted(each.rank for each in expected):  # a rank twice: another copy, of which we know nothing
+        return f"the server spoke for ranks {spoke}, expected {len(expected)}"
     for each in expected:
         if said := _differs(each.sums, found[each.rank]):
             return f"rank {each.rank}: {said}"

@@ -25,7 +25,7 @@ from consumers.reef_engine.sglang.room import Room
 from consumers.reef_engine.sglang.sums import Oracle, Sums, flaw
 from reef_bus.backends import Answer, Completion, ContinuousBackend, Layout, Pieces, Prompt, Proof
 from reef_bus.config import Inference
-from reef_bus.core.publication import PAUSES
+from reef_bus.core.publication import DRAIN, PAUSES, RETRACT
 from reef_bus.errors import Rejected, TransferError, Unavailable
 from reef_bus.runner import blocking
 
@@ -72,7 +72,6 @@ class SGLangEngine(ContinuousBackend):
     that the server holds."""
 
     stages = True
-    pauses = PAUSES
     apart = True
 
     def __init__(
@@ -84,11 +83,14 @@ class SGLangEngine(ContinuousBackend):
         device: str,
         died: Callable[[str], None],
         *,
+        spans: bool,
         borrowed: bool = False,
     ) -> None:
-        """`died` is told why the server is of no use any more; what it does ends the boot."""
+        """`spans`: the server tells exactly which version sampled what. `died` is told why the server is of no use any
+        more; what it does ends the boot."""
         self.inference, self.client, self.room_, self.oracle = inference, client, room, oracle
         self.device, self.died, self.borrowed = device, died, borrowed
+        self.pauses = PAUSES if spans else (DRAIN, RETRACT)
         self.limits = Limits.of(room.folder)
         self._expected: dict[str, list[Sums]] = {}
         self._session: aiohttp.ClientSession | None = None

@@ -12,8 +12,10 @@ import io
 import pickle
 import threading
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 from consumers.reef_engine.sglang import requests
@@ -57,7 +59,7 @@ def broadcast(client: Client, room: Room, load_id: str, ranks: int, device: str,
             body = requests.update_weights_from_distributed(
                 layout, group=group.name, flush=flush and last, version=load_id if last else None
             )
-            group.send(bucket, lambda body=body: client.post("update_weights_from_distributed", body, UPDATE_S))
+            group.send(bucket, partial(client.post, "update_weights_from_distributed", body, UPDATE_S))
 
 
 class _Session:
@@ -133,7 +135,7 @@ class _Group:
         )
         c10d._world.pg_group_ranks[self._group] = {rank: rank for rank in range(size)}
 
-    def send(self, bucket: Mapping[str, Any], ask: Any) -> None:
+    def send(self, bucket: Mapping[str, Any], ask: Callable[[], Any]) -> None:
         _both(ask, lambda: self._broadcast(bucket))
 
     def _broadcast(self, bucket: Mapping[str, Any]) -> None:
@@ -149,23 +151,27 @@ class _Group:
         importlib.import_module("torch.distributed").destroy_process_group(self._group)
 
 
-def _both(ask: Any, do: Any) -> None:
-    """Ask the server for something that it can only do together with us."""
-    failed: list[BaseException] = []
+def _both(ask: Callable[[], Any], do: Callable[[], None]) -> None:
+    """Ask the server for something that it can only do together with us. Whichever of both fails, the other one may
+    wait for it as long as its own deadline lets it, and is left behind."""
+    asked, done = _begin(ask), _begin(do)
+    ended, _ = wait((asked, done), return_when=FIRST_EXCEPTION)
+    if asked in ended:
+        asked.result()
+    if done in ended and (error := done.exception()):
+        raise Unavailable(f"the group with the server broke: {error!r}") from error
 
-    def asked() -> None:
+
+def _begin(call: Callable[[], Any]) -> Future[None]:
+    """In a thread that keeps no process from ending."""
+    future: Future[None] = Future()
+
+    def run() -> None:
         try:
-            ask()
-        except (TransferError, Unavailable) as error:
-            failed.append(error)
+            call()
+            future.set_result(None)
+        except Exception as error:
+            future.set_exception(error)
 
-    asking = threading.Thread(target=asked, name="reef-sglang-update", daemon=True)
-    asking.start()
-    try:
-        do()
-    except Exception as error:  # without us the server would wait as long as its own deadline lets it
-        said = f"; {failed[0]}" if failed else ""
-        raise Unavailable(f"the group with the server broke: {error!r}{said}") from error
-    asking.join()
-    if failed:
-        raise failed[0]
+    threading.Thread(target=run, name="reef-sglang-update", daemon=True).start()
+    return future

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from reef_bus.backends import Layout, Piece, Pieces
-from reef_bus.errors import TransferError
+from reef_bus.errors import TransferError, Unavailable
 from reef_bus.safetensors_file import laid_out
 
 WEIGHTS = "model.safetensors"
@@ -28,17 +28,24 @@ class Room:
     """One engine's. Its folder has the model's configuration from the beginning; weights, once it was made to fit."""
 
     def __init__(self, model: Path, folder: Path) -> None:
-        """`folder` is ours alone, and whatever an earlier boot left there is gone."""
+        """`folder` is ours alone, and whatever an earlier boot left there is gone. Raises Unavailable where it cannot be
+        made."""
         self.folder = folder
         shutil.rmtree(folder, ignore_errors=True)
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        folder.mkdir(mode=0o700)  # fails for one that another user put there
+        try:
+            self._furnish(model)
+        except OSError as error:
+            raise Unavailable(f"cannot make {folder}: {error}; free some memory there, or remove the folder") from error
+        self._layouts: dict[str, Layout] = {}
+        self._pieces: Pieces = {}
+
+    def _furnish(self, model: Path) -> None:
+        self.folder.parent.mkdir(parents=True, exist_ok=True)
+        self.folder.mkdir(mode=0o700)  # fails for one that another user put there
         self.scratch.mkdir(mode=0o700)
         for file in model.iterdir():
             if file.is_file() and file.suffix not in WEIGHTS_OF_OTHERS and "index" not in file.name:
-                shutil.copy2(file, folder / file.name)
-        self._layouts: dict[str, Layout] = {}
-        self._pieces: Pieces = {}
+                shutil.copy2(file, self.folder / file.name)
 
     @property
     def scratch(self) -> Path:

@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
-from consumers.reef_engine.sglang.backend import SGLangEngine
+from consumers.reef_engine.sglang.backend import Limits, SGLangEngine
 from consumers.reef_engine.sglang.borrowed import Borrowed
 from consumers.reef_engine.sglang.client import Client
 from consumers.reef_engine.sglang.launch import (
@@ -40,6 +40,7 @@ async def start(config: Config, me: Me, died: Callable[[str], None], stack: cont
     a configuration that no server comes of, and Unavailable when it does not come up."""
     require_installed()
     inference, run = config.inference, config.folder("run")
+    Limits.of(Path(inference.model_path))
     where = await blocking(device, inference.device)
     room = Room(Path(inference.model_path), place(Path(config.state_dir), me.id))
     stack.callback(room.close)
@@ -63,7 +64,7 @@ async def start(config: Config, me: Me, died: Callable[[str], None], stack: cont
         ended = server.ended()
     watching = asyncio.create_task(_watch(ended, died))
     stack.callback(watching.cancel)
-    engine = SGLangEngine(inference, client, room, oracle, where, died, borrowed=bool(url))
+    engine = SGLangEngine(inference, client, room, oracle, where, died, spans=spans, borrowed=bool(url))
     stack.push_async_callback(engine.disconnect)
     return engine
 

@@ -28,8 +28,8 @@ class Room:
     """One engine's. Its folder has the model's configuration from the beginning; weights, once it was made to fit."""
 
     def __init__(self, model: Path, folder: Path) -> None:
-        """`folder` is ours alone, and whatever an earlier boot left there is gone. Raises Unavailable where it cannot be
-        made."""
+        """`folder` is ours alone, and whatever an earlier boot left there goes. Raises Unavailable where that cannot
+        be."""
         self.folder = folder
         shutil.rmtree(folder, ignore_errors=True)
         try:

@@ -30,6 +30,7 @@ log = logging.getLogger(__name__)
 SHIMS = Path(__file__).parent / "cpu"
 POLL_S = 0.25
 SAY_S = 10.0
+TIDY_S = 0.5  # for Python's own tracker, which gives back the semaphores of processes that were killed
 LAST_LINES = 12
 
 
@@ -142,9 +143,12 @@ class Process:
         return f"SGLang ended with status {status}:{self.last_words()}"
 
     def end(self) -> None:
-        """End it and whatever it started: it has nothing that could be lost. Safe to repeat."""
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.process.pid, signal.SIGKILL)
+        """End it, and then whatever it started: it has nothing that could be lost. Safe to repeat."""
+        if self.process.poll() is None:  # else its number may be another's by now; what it started has ended with it
+            self.process.kill()
+            time.sleep(TIDY_S)  # its number stays taken until it is waited for
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
 
 

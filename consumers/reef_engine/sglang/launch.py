@@ -78,7 +78,9 @@ def server_flags(inference: Inference, port: int, key: str, *, spans: bool) -> l
     comes, and with overlapped batches that is a token late; and it must not reuse what another version computed."""
     found = ["--host", "127.0.0.1", "--port", str(port), "--api-key", key, "--skip-server-warmup"]
     found += ["--max-running-requests", str(inference.max_batch)]
-    found += ["--disable-overlap-schedule"] if spans or device(inference.device) == "cpu" else []
+    cpu = device(inference.device) == "cpu"  # there a server that waits would keep a core from all others
+    found += ["--sleep-on-idle"] if cpu else []
+    found += ["--disable-overlap-schedule"] if spans or cpu else []
     return found + ([] if inference.prefix_cache else ["--disable-radix-cache"])
 
 

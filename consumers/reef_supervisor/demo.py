@@ -48,6 +48,7 @@ FINAL, FINAL_EACH, FINAL_MOST = 96, 16, 512
 QUIET_S = 0.5
 INTERRUPTED = 130
 SAMPLE_S = 0.5
+MODEL = "model"  # a folder in the state folder
 TIMEOUT_S, TIMEOUT_SGLANG_S = 240.0, 900.0
 LEAST_FREE = 256 * 1024  # bytes: below, neither the log nor a checkpoint can be written
 
@@ -360,7 +361,8 @@ def _config(args: argparse.Namespace, temporary: str | None) -> Config:
             raise Rejected(
                 f"--resume {args.resume}: no deployment there; `reef-bus demo --keep {args.resume}` makes one"
             )
-        config = load(path)
+        model = Path(args.resume, MODEL).resolve()  # it may have been moved, with all that is in it
+        config = load(path, [f"inference.model-path={model}"] if model.exists() else [])
         if args.engine and args.engine != config.inference.backend:
             raise Rejected(f"--engine {args.engine}: {args.resume} was made with {config.inference.backend}")
         gateway = msgspec.structs.replace(config.gateway, port=0)  # another process may have the old one by now
@@ -371,7 +373,6 @@ def _config(args: argparse.Namespace, temporary: str | None) -> Config:
             gateway=gateway,
             publication=publication,
             state_dir=args.resume,
-            inference=_inference(config.inference.backend, args.resume),
         )
     folder = temporary or args.keep
     if Path(folder, "run", CONFIG_FILE).exists():
@@ -400,6 +401,6 @@ def _inference(backend: str, folder: str) -> Inference:
     from reef_bus.model_folder import write_model_folder
     from reef_bus.policy import PolicyConfig
 
-    model = Path(folder, "model").resolve()
+    model = Path(folder, MODEL).resolve()
     write_model_folder(model, PolicyConfig(qk_norm=True))
     return Inference(backend=backend, model_path=str(model), dtype="float32")

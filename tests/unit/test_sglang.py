@@ -110,7 +110,7 @@ def test_batches_of_a_borrowed_server_may_overlap_where_an_answer_is_of_one_vers
 def test_flags_are_derived_from_the_configuration(model: Path) -> None:
     options = {"mem-fraction-static": 0.5, "enable-metrics": True, "log-requests": False}
     found = configured(model, **{"tensor-parallel-size": 4, "max-batch": 7, "prefix-cache": False, "options": options})
-    flags = [*model_flags(found, model, "cuda"), *server_flags(found, 1234, "boot", spans=True)]
+    flags = [*model_flags(found, model, "cuda"), *server_flags(found, 1234, "boot", "cuda", spans=True)]
     pairs = dict(itertools.pairwise(flags))
     assert pairs["--tp-size"] == "4" and pairs["--max-running-requests"] == "7" and pairs["--port"] == "1234"
     assert pairs["--mem-fraction-static"] == "0.5" and pairs["--api-key"] == "boot" and pairs["--host"] == "127.0.0.1"
@@ -119,9 +119,9 @@ def test_flags_are_derived_from_the_configuration(model: Path) -> None:
 
 
 def test_batches_overlap_and_prefixes_are_kept_where_no_answer_is_made_by_several_versions(model: Path) -> None:
-    found = configured(model, device="cuda")
-    assert not {"--disable-radix-cache", "--disable-overlap-schedule"} & set(
-        server_flags(found, 1, "boot", spans=False)
+    found = configured(model)
+    assert not {"--disable-radix-cache", "--disable-overlap-schedule", "--sleep-on-idle"} & set(
+        server_flags(found, 1, "boot", "cuda", spans=False)
     )
 
 

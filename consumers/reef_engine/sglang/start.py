@@ -44,11 +44,9 @@ async def start(config: Config, me: Me, died: Callable[[str], None], stack: cont
     where = await blocking(device, inference.device)
     room = Room(Path(inference.model_path), place(Path(config.state_dir), me.id))
     stack.callback(room.close)
-    flags, around = (
-        model_flags(inference, room.folder, where),
-        environment(where, room.scratch, inference.tensor_parallel_size),
-    )
-    oracle = Oracle(flags, inference.tensor_parallel_size, free_port(), around, run / f"{me.id}.oracle.log")
+    ranks, flags = inference.tensor_parallel_size, model_flags(inference, room.folder, where)
+    around = environment(where, room.scratch, ranks)
+    oracle = Oracle(flags, ranks, free_port(), around, run / f"{me.id}.oracle.log")
     stack.callback(oracle.close)
     spans = config.publication.pause == IN_PLACE
     if url := inference.urls.get(me.id):
@@ -57,7 +55,7 @@ async def start(config: Config, me: Me, died: Callable[[str], None], stack: cont
     else:
         port = free_port()
         client = Client(f"http://127.0.0.1:{port}", me.boot)
-        argv = ["-m", "sglang.launch_server", *flags, *server_flags(inference, port, me.boot, spans=spans)]
+        argv = ["-m", "sglang.launch_server", *flags, *server_flags(inference, port, me.boot, where, spans=spans)]
         server = Process(argv, around, run / f"{me.id}.sglang.log")
         stack.callback(server.end)
         await server.ready(client, inference.start_s)

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from reef_bus.errors import ContractError
-from reef_bus.events import Span
+from reef_bus.events import Lora, Span
 
 
 class Piece(NamedTuple):
@@ -46,12 +46,15 @@ def _address(view: memoryview) -> int:
 
 
 class Prompt(msgspec.Struct, frozen=True, kw_only=True):
-    """One request to an engine, already rendered to token ids."""
+    """One request to an engine, already rendered to token ids. Whoever asks names the `scenario` (empty: that of the
+    base model); the agent, by its fold, the LoRA `adapter` that it is answered with (empty: none)."""
 
     ids: tuple[int, ...]
     max_tokens: int
     temperature: float = 1.0
     seed: int | None = None
+    scenario: str = ""
+    adapter: str = ""
 
 
 class Completion(msgspec.Struct, frozen=True, kw_only=True):
@@ -127,11 +130,15 @@ class InferenceBackend(ABC):
 
     The forward pass of an engine that is `apart` reads memory of another process, in a layout of its own. It receives
     into a `room`, is then told to `expect` what lies there, to `take` it, and to give `proof` that it did.
+
+    It holds so many LoRA `adapters` at most (None: nothing bounds it), each beside the base model and under a name, by
+    which prompts ask for it. They come and go while others are being sampled.
     """
 
     stages: bool = False
     pauses: tuple[str, ...] = ("drain",)
     apart: bool = False
+    adapters: int | None = 0
 
     @abstractmethod
     def start(self) -> None:
@@ -187,6 +194,28 @@ class InferenceBackend(ABC):
 
     def unstage(self) -> None:
         """Free the second copy, if there is one; safe to repeat."""
+
+    def load_adapter(self, name: str, tensors: Pieces, lora: Lora) -> None:
+        """Hold the adapter of these `tensors`, under PEFT's names, as `name`, which nothing is held as. Returns once
+        prompts can ask for it; when it raises (TransferError), the engine may hold it all the same."""
+        raise self._no_adapters()
+
+    def adapter_proof(self, name: str, manifest: str, lora: Lora) -> Proof:
+        """Whether prompts that ask for `name` are answered with the adapter `manifest` and nothing else: by what the
+        engine holds or does, never by what it said of it. Raises TransferError if it refuses to say."""
+        raise self._no_adapters()
+
+    def unload_adapter(self, name: str) -> str:
+        """Be rid of it; no prompt in hand asks for it. Empty once it is certain that nobody is answered under this name
+        any more, also if nothing was held as it; else why that is not so. Raises nothing for that."""
+        raise self._no_adapters()
+
+    def resident(self) -> frozenset[str]:
+        """The names of all adapters that the engine lists."""
+        return frozenset()
+
+    def _no_adapters(self) -> ContractError:
+        return ContractError(f"{type(self).__name__} takes no adapters: its engine should have joined without any")
 
     @abstractmethod
     def close(self) -> None:

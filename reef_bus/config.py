@@ -16,10 +16,28 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from reef_bus.core.effects import Deadlines, Policy, Restarts
+from reef_bus.core.effects import Policy, Restarts
+from reef_bus.core.ids import adapter_name
 from reef_bus.core.publication import PAUSES
 from reef_bus.errors import Rejected
+from reef_bus.sections import Adapters, Artifacts, Gateway, Inference, Metrics, Nats, Part, Publication, Training
 from reef_bus.topology import DUPLICATE_WINDOW_S, check_name
+
+__all__ = [
+    "Adapters",
+    "Artifacts",
+    "Config",
+    "Gateway",
+    "Inference",
+    "Metrics",
+    "Nats",
+    "Publication",
+    "Training",
+    "build",
+    "check",
+    "dump",
+    "load",
+]
 
 SCHEMA_VERSION = 1
 STANDBY_S = 0.25
@@ -45,117 +63,9 @@ OPTIONS = {
     ),
 }
 """SGLang's options that `inference.options` may not name, and the key that stands for each."""
+LONGEST_LOAD_ID = f"{'f' * 32}:{10**12}"  # that any deployment will see
 ZSTD = () if sys.version_info >= (3, 14) else ("backports", "backports.zstd")  # a parent comes before what is in it
 RESERVED = ("trainer", "publisher", "gateway", "supervisor", "nats")
-
-
-class Part(msgspec.Struct, frozen=True, kw_only=True, rename="kebab", forbid_unknown_fields=True):
-    """One section of the file: keys in kebab-case, nothing unknown."""
-
-
-class Nats(Part, frozen=True, kw_only=True):
-    """`url` empty: a nats-server of our own on loopback, with its store in the state folder."""
-
-    url: str = ""
-    replicas: int = 1
-
-
-class Gateway(Part, frozen=True, kw_only=True):
-    """`port` 0 takes a free one. A request waits at most `timeout_s` for an engine and its answer together."""
-
-    host: str = "127.0.0.1"
-    port: int = 0
-    timeout_s: float = 300.0
-    max_body_bytes: int = 1024 * 1024
-
-
-class Inference(Part, frozen=True, kw_only=True):
-    """The engines. `accepts`: transports; `shm` serves the trainer's host. `max_batch`: prompts that are sampled
-    together. An engine that is cut off from the log goes on serving what it holds; with `lease_s` above 0 it stops
-    after as many seconds.
-
-    `model_path`: a folder with the model's config.json and, for the gateway, its tokenizer (extra `chat`); empty: the
-    demo's policy. `backend: sglang` needs one, and starts an SGLang server for each engine, which may take `start_s`.
-    `device`: `cpu`, `cuda`, or `auto`. `update`: a version gets into the server's memory by a `broadcast`, as `tensors`
-    in a request, or from `disk`. Without a `prefix_cache` what is paused in place keeps its KV cache; with one, it is
-    computed anew by the next version. `options`: the server's own, without dashes, as far as no other key of this
-    section stands for them. `urls`: by engine, a server that somebody else runs: it is paused, loaded and asked, never
-    ended."""
-
-    backend: str = "torch"
-    engines: tuple[str, ...] = ("engine-0", "engine-1")
-    host: str = "127.0.0.1"
-    accepts: tuple[str, ...] = ("tcp", "files")
-    max_batch: int = 64
-    lease_s: float = 0.0
-    model_path: str = ""
-    device: str = "auto"
-    tensor_parallel_size: int = 1
-    dtype: str = "auto"
-    update: str = "broadcast"
-    prefix_cache: bool = True
-    urls: dict[str, str] = {}
-    start_s: float = 600.0
-    options: dict[str, str | int | float | bool] = {}
-
-
-class Training(Part, frozen=True, kw_only=True):
-    """`offers`: transports, best first. A job takes `groups` × `group_size` samples, none staler than `max_staleness`
-    links of the base chain. With `hold`, each candidate waits for a person: `reef-bus promote` or `discard`. With
-    `backend: attached` the trainer is a loop of your own, which publishes by `reef_bus.attach`: none is started, and of
-    the rest of this section only `offers`, `host` and `hold` matter."""
-
-    backend: str = "torch"
-    offers: tuple[str, ...] = ("tcp", "files")
-    host: str = "127.0.0.1"
-    groups: int = 16
-    group_size: int = 16
-    max_staleness: int = 1
-    max_jobs: int = 0
-    hold: bool = False
-    seed: int = 0
-    lr: float = 3e-3
-    minibatches: int = 2
-
-
-class Publication(Part, frozen=True, kw_only=True):
-    """How releases are published: `every` candidate in its turn, or the `latest`; by how many `publishers`. In mode
-    `fenced` engines stop for the transfer; in mode `staged` they receive beside what they serve, and stop to swap.
-    `pause`: then the requests in hand are answered first (`drain`), or generation stops at the next token, and they
-    start over with the new version (`retract`) or go on with it, each token's version recorded (`in_place`).
-    `transport`: the only one to be used; empty: the first that the trainer offers and every engine accepts.
-    `torch_device`: where groups of transport `torch` are, `cpu` (gloo) or `cuda` (NCCL, each end on its own GPU). With
-    `delta`, over `tcp` and `files`, who stages gets what has changed since the version that it serves, where that is
-    known and less than all; it needs the extra `delta`."""
-
-    publishers: int = 2
-    publish: str = "every"
-    transport: str = ""
-    torch_device: str = "cpu"
-    mode: str = "fenced"
-    pause: str = "drain"
-    delta: bool = False
-    deadlines: Deadlines = Deadlines()
-
-
-class Artifacts(Part, frozen=True, kw_only=True):
-    """The artifact store, `at` a folder, or a URL that fsspec reaches; empty: `artifacts` in the state folder. How
-    candidates' weights are kept: every `anchor_every`th in full, those between as what has changed since the one that
-    they were trained from, where that is less than all. 1: all in full; more needs the extra `delta`. `keep`: how many
-    releases before the head a rollback may go back to; weights and optimizer states that only older ones or unpublished
-    candidates need are removed, so that no other deployment may share the store. 0: nothing ever is."""
-
-    at: str = ""
-    anchor_every: int = 1
-    keep: int = 0
-
-
-class Metrics(Part, frozen=True, kw_only=True):
-    """Prometheus. Components listen from `port` on, one port each, in the order in which they are started, then the
-    supervisor, and after it a trainer that is attached; 0: nobody does."""
-
-    host: str = "127.0.0.1"
-    port: int = 0
 
 
 class Config(Part, frozen=True, kw_only=True):
@@ -171,6 +81,7 @@ class Config(Part, frozen=True, kw_only=True):
     inference: Inference = Inference()
     training: Training = Training()
     publication: Publication = Publication()
+    adapters: Adapters = Adapters()
     artifacts: Artifacts = Artifacts()
     supervision: Restarts = Restarts()
     metrics: Metrics = Metrics()
@@ -333,9 +244,32 @@ def check(config: Config) -> Config:
     if config.publication.pause not in PAUSES:
         raise Rejected(f"publication.pause is {config.publication.pause!r}; expected one of {', '.join(PAUSES)}")
     _check_engines(config.inference)
+    _check_adapters(config)
     if config.training.backend not in ("torch", ATTACHED):
         raise Rejected(f"training.backend is {config.training.backend!r}; this version has: torch, {ATTACHED}")
     return config
+
+
+def _check_adapters(config: Config) -> None:
+    adapters, names = config.adapters, config.adapters.scenarios
+    if config.scenario in names or len(set(names)) != len(names):
+        raise Rejected(
+            f"adapters.scenarios is {list(names)}: expected no name twice, and not {config.scenario!r}, which is the "
+            "base model's (scenario)"
+        )
+    for name in names:
+        adapter_name(name, LONGEST_LOAD_ID)
+    if names and config.training.backend == ATTACHED:
+        raise Rejected("adapters.scenarios needs a trainer that is a role: a loop of your own publishes whole models")
+    if names and not {"files"} <= set(config.inference.accepts):
+        raise Rejected(f"adapters travel as files; inference.accepts is {list(config.inference.accepts)}: add files")
+    if names and (adapters.rank < 1 or adapters.alpha < 1 or not adapters.targets):
+        raise Rejected("adapters.rank and adapters.alpha are at least 1, and adapters.targets names at least one layer")
+    if adapters.capacity < 0 or 0 < adapters.capacity <= len(names):
+        raise Rejected(
+            f"adapters.capacity is {adapters.capacity}: {len(names)} scenarios need room for {len(names) + 1}, their "
+            "adapters and the next one; 0 sees to it"
+        )
 
 
 def _check_engines(inference: Inference) -> None:

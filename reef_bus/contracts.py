@@ -60,6 +60,7 @@ _VALUES: Mapping[str, Any] = {
     **{"score": 1.0, "feedback": "exact match", "metadata": {"grader": "exact"}},
     **{"actor": "ada", "head": "k3v9:12", "release": "k3v9:9", "request": 131, "started_by": "b-1f30"},
     **{"restart": 1, "delay_s": 2.0, "pids": [48213]},
+    **{"lora": {"rank": 8, "alpha": 16, "targets": ["q_proj", "v_proj"]}, "adapter": "reef-adapter-bWF0aA.k3v9.12"},
 }
 
 

@@ -21,6 +21,8 @@ from reef_bus.events.deployment import (
     RestartScheduled,
 )
 from reef_bus.events.engine import (
+    AdapterLeaked,
+    AdapterUnloaded,
     EngineEvent,
     EngineFenced,
     EngineJoined,
@@ -50,8 +52,9 @@ from reef_bus.events.release import (
     TargetPersisted,
     TransferAborted,
 )
-from reef_bus.events.shapes import WHOLE, Blob, Draft, Event, Evidence, Member, Recorded, Span
+from reef_bus.events.shapes import WHOLE, Blob, Draft, Event, Evidence, Lora, Member, Recorded, Span
 from reef_bus.events.train import (
+    AdapterRegistered,
     CandidateEvaluated,
     CandidateReady,
     CandidateRejected,
@@ -74,12 +77,14 @@ CATALOGUE: Mapping[str, type[Event]] = {
     for cls in (
         *(LogOpened, ComponentStarted, ComponentLost, RestartScheduled, CleanupUnconfirmed),
         *(ReadinessPublished, ReadinessWithdrawn, RecoveryHalted, RecoveryResumed),
-        *(TrainerJoined, ScenarioRegistered, JobDispatched, JobDropped, JobStarted, JobAmbiguous, JobDiscarded),
+        *(TrainerJoined, ScenarioRegistered, AdapterRegistered),
+        *(JobDispatched, JobDropped, JobStarted, JobAmbiguous, JobDiscarded),
         *(CandidateReady, CandidateEvaluated, CandidateSelected, CandidateRejected),
         *(SenderReady, SenderFailed, TrainerRestored),
         *(TargetPersisted, PublicationRefused, TransferAborted, EngineExcluded, ReleaseCommitted, PublicationHalted),
         *(RequestRefused,),
         *(EngineJoined, EngineFenced, EngineStaged, ReceiverVerified, ReceiverFailed, EngineLeft),
+        *(AdapterUnloaded, AdapterLeaked),
         *(RollbackRequested, PromotionRequested, JobDiscardRequested, JobRestoreRequested),
         *(EngineRetireRequested, PublicationHaltRequested, RecoveryResumeRequested),
         *(InferenceRecorded, ReportReceived),

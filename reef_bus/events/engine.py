@@ -21,7 +21,8 @@ class EngineJoined(EngineEvent, frozen=True, kw_only=True):
     """A boot of the engine is up, holds nothing that may serve yet, and replaces every older boot of it.
 
     It can `accept` these transports, and take releases in these `modes`: `staged` needs room for a second copy. When it
-    is to stop, it can do with the requests in hand what these `pauses` say.
+    is to stop, it can do with the requests in hand what these `pauses` say. Beside the base model it holds so many LoRA
+    `adapters` at most (null: nothing bounds it), and lists those `resident` ones, of which nothing is known.
     """
 
     url: str
@@ -29,6 +30,8 @@ class EngineJoined(EngineEvent, frozen=True, kw_only=True):
     accepts: tuple[str, ...]
     modes: tuple[str, ...] = ("fenced",)
     pauses: tuple[str, ...] = ("drain",)
+    adapters: int | None = 0
+    resident: tuple[str, ...] = ()
 
 
 class EngineFenced(EngineEvent, frozen=True, kw_only=True):
@@ -50,7 +53,8 @@ class EngineStaged(EngineEvent, frozen=True, kw_only=True):
     """What the copy beside the served one hashes to. It stays as it is until it was swapped in, or dropped.
 
     `bytes` moved for it. They were a delta if `base_manifest` is not empty: what was served meanwhile, and is the
-    base of that delta.
+    base of that delta. With `adapter` it is the LoRA adapter of that name, proven by `algorithm`; requests may name it
+    once its release is committed. `publication` is empty and `attempt` 0 where that had been so before.
     """
 
     publication: str
@@ -61,6 +65,9 @@ class EngineStaged(EngineEvent, frozen=True, kw_only=True):
     bytes: int
     ms: float
     base_manifest: str = ""
+    scenario: str = ""
+    adapter: str = ""
+    algorithm: str = "xxh3-128"
 
 
 class ReceiverVerified(EngineEvent, frozen=True, kw_only=True):
@@ -83,7 +90,8 @@ class ReceiverVerified(EngineEvent, frozen=True, kw_only=True):
 
 class ReceiverFailed(EngineEvent, frozen=True, kw_only=True):
     """The engine could not receive or prove the target; `detail` names the tensor where one is to blame. With `staged`
-    it speaks of the copy beside the served one, and what it serves is as it was."""
+    it speaks of the copy beside the served one, and what it serves is as it was; with `adapter`, of the LoRA adapter of
+    that name, of which nobody knows now whether the engine holds it."""
 
     publication: str
     attempt: int
@@ -92,6 +100,23 @@ class ReceiverFailed(EngineEvent, frozen=True, kw_only=True):
     detail: str
     observed: str = ""
     staged: bool = False
+    scenario: str = ""
+    adapter: str = ""
+
+
+class AdapterUnloaded(EngineEvent, frozen=True, kw_only=True):
+    """The engine holds this LoRA adapter no more: it does not list it, and answers nobody who names it."""
+
+    adapter: str
+    detail: str = ""
+
+
+class AdapterLeaked(EngineEvent, frozen=True, kw_only=True):
+    """The engine may hold this LoRA adapter still, though it was told to unload it: it keeps its place, and no request
+    may name it, until a later unload is confirmed."""
+
+    adapter: str
+    detail: str
 
 
 class EngineLeft(EngineEvent, frozen=True, kw_only=True):

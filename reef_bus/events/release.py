@@ -5,7 +5,7 @@ Knows: what publishers may say. Must not know: who reacts to it.
 
 from __future__ import annotations
 
-from reef_bus.events.shapes import Blob, Event, Evidence, Member
+from reef_bus.events.shapes import Blob, Event, Evidence, Lora, Member
 
 
 class ReleaseEvent(Event, frozen=True, kw_only=True):
@@ -19,7 +19,9 @@ class ReleaseEvent(Event, frozen=True, kw_only=True):
 class TargetPersisted(ReleaseEvent, frozen=True, kw_only=True):
     """Fixes a publication before a byte moves: load id, digest, attempt 1, members. In fenced mode it is the fence.
 
-    `sender` is `trainer`, or `artifact` for a rollback, whose `request` it answers: old content, a new load id.
+    `sender` is `trainer`, or `artifact`: then members read the artifact, and nobody sends. So for a rollback, whose
+    `request` it answers (old content, a new load id), and for a LoRA adapter, which `lora` describes: it is loaded
+    beside what is served, and no engine stops for it.
     """
 
     publication: str
@@ -36,6 +38,7 @@ class TargetPersisted(ReleaseEvent, frozen=True, kw_only=True):
     mode: str
     pause: str
     request: int = 0
+    lora: Lora | None = None
 
 
 class PublicationRefused(ReleaseEvent, frozen=True, kw_only=True):

@@ -48,6 +48,15 @@ class Span(msgspec.Struct, frozen=True, gc=False):
     done_as_of: int
 
 
+class Lora(msgspec.Struct, frozen=True, gc=False):
+    """What an adapter is beside its tensors: to the weights of each of the `targets` it adds `alpha` / `rank` × B A, A
+    having `rank` rows. `targets` are names of linear layers, as PEFT's `target_modules`."""
+
+    rank: int
+    alpha: int
+    targets: tuple[str, ...]
+
+
 class Event(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """A fact. `family` is the subject family that holds it, `id_field` the field that is the subject's id, and
     `own_chain` says whether each id is chained by itself."""

@@ -5,7 +5,7 @@ Knows: what the trainer alone may say. Must not know: who reacts to it.
 
 from __future__ import annotations
 
-from reef_bus.events.shapes import Blob, Event
+from reef_bus.events.shapes import Blob, Event, Lora
 
 
 class TrainEvent(Event, frozen=True, kw_only=True):
@@ -29,6 +29,19 @@ class ScenarioRegistered(TrainEvent, frozen=True, kw_only=True):
 
     model: str
     recipe: str
+    weights: Blob
+    optimizer: Blob | None
+    manifest: str
+    tensor_bytes: int
+
+
+class AdapterRegistered(TrainEvent, frozen=True, kw_only=True):
+    """Beside the base model, which is frozen from here on, the scenario trains a LoRA adapter of its own. Its release 0
+    is the base model; `weights` hold the adapter that changes nothing, from which it is trained. They are durable, and
+    the manifest digest was re-read. `base_manifest` is the base model's."""
+
+    base_manifest: str
+    lora: Lora
     weights: Blob
     optimizer: Blob | None
     manifest: str

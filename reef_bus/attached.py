@@ -221,12 +221,13 @@ class Attached(Authority):
     async def assemble(self, effect: AssembleBatch) -> Event:
         """A batch of no records. What was consumed before stays consumed: its commit context goes on."""
         publish = self._due()
-        publish.job = publish.job_from(effect.base)
+        (base,) = effect.bases  # whole models: there is one chain
+        publish.job = publish.job_from(base)
         last = decode_batch(await blocking(self.store.get, effect.last_batch.digest)) if effect.last_batch else None
         batch = Batch(
             job=publish.job,
             step=publish.step,
-            base=effect.base,
+            base=base,
             seed=0,
             samples=(),
             records=(),

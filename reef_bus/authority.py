@@ -24,6 +24,7 @@ from reef_bus.core.effects import (
     Me,
     OfferWeights,
     Register,
+    RegisterAdapter,
     Train,
 )
 from reef_bus.core.ids import derived
@@ -75,6 +76,10 @@ class Authority(Role):
     def register(self) -> Event:
         """Make the base model durable; ends in `registered`. Blocks."""
 
+    def register_adapter(self, effect: RegisterAdapter) -> Event:
+        """Make the adapter that changes nothing durable; ends in `AdapterRegistered`. Blocks."""
+        raise ContractError(f"{type(self).__name__} trains whole models only; take adapters.scenarios out")
+
     @abstractmethod
     async def assemble(self, effect: AssembleBatch) -> Event:
         """Wait for what the next job is about and make it durable; ends in `JobDispatched`."""
@@ -87,12 +92,16 @@ class Authority(Role):
     def weights(self, candidate: Candidate) -> Pieces:
         """The candidate's tensors, which nobody writes to. Blocks."""
 
+    def scenario(self, candidate: Candidate) -> str:
+        """Whose candidate it is."""
+        return candidate.scenario or self.config.scenario
+
     def in_place(self) -> bool:
         """Whether a step changes the incumbent that it starts from."""
         return False
 
     def react(self, world: World, now: int) -> Sequence[Debt]:
-        return reactions.trainer(world, self.me)
+        return reactions.trainer(world, self.me, self.config.adapters.scenarios)
 
     async def perform(self, debt: Debt, scope: contextlib.AsyncExitStack) -> Event | None:
         match debt.effect:
@@ -100,6 +109,8 @@ class Authority(Role):
                 return self._join()
             case Register():
                 return await blocking(self.register)
+            case RegisterAdapter() as effect:
+                return await blocking(self.register_adapter, effect)
             case AssembleBatch() as effect:
                 return await self.assemble(effect)
             case Train() as effect:
@@ -180,7 +191,7 @@ class Authority(Role):
     ) -> Event:
         """The job's candidate, every part of which is durable."""
         return CandidateReady(
-            scenario=self.config.scenario,
+            scenario=job.scenario,
             job=job.id,
             attempt=job.attempt,
             candidate=derived("cand", job.id),
@@ -196,7 +207,10 @@ class Authority(Role):
     def _evaluate(self, effect: Evaluate) -> Event:
         found = self.evaluator.evaluate(effect.candidate, effect.metrics)
         return CandidateEvaluated(
-            scenario=self.config.scenario, candidate=effect.candidate.id, evaluator=self.evaluator.name, metrics=found
+            scenario=self.scenario(effect.candidate),
+            candidate=effect.candidate.id,
+            evaluator=self.evaluator.name,
+            metrics=found,
         )
 
     def _decide(self, effect: Decide) -> Event | None:
@@ -205,7 +219,7 @@ class Authority(Role):
             return None
         kind = CandidateSelected if decision.select else CandidateRejected
         return kind(
-            scenario=self.config.scenario,
+            scenario=self.scenario(effect.candidate),
             candidate=effect.candidate.id,
             selector=self.selector.name,
             why=decision.why,

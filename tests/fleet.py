@@ -241,7 +241,7 @@ class Fleet:
                 return facts.trainer_joined(in_place=self.in_place) if actor is self.trainer else facts.joined(name)
             case do.Register():
                 return facts.registered()
-            case do.AssembleBatch(base=base, step=step):
+            case do.AssembleBatch(bases=(base,), step=step):
                 self.jobs += 1
                 return facts.dispatched(f"j{self.jobs}", base, step)
             case do.Train(job=job):

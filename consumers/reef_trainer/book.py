@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Sequence
 
 from reef_bus.artifacts import ArtifactStore
 from reef_bus.backends import Sample
@@ -18,7 +19,8 @@ from reef_bus.journal import RECORDS, Journal
 from reef_bus.runner import blocking
 from reef_bus.samples import Batch, TokenRow, decode_rows
 
-Chosen = tuple[list[Unit], list[Sample], int, tuple[int, ...]]
+Chosen = tuple[str, list[Unit], list[Sample], int, tuple[int, ...]]
+"""The base, what is trained on from there, and what is consumed with it: floor, and taken above it."""
 
 
 class RecordBook:
@@ -45,21 +47,31 @@ class RecordBook:
         self.world = world
         self._changed.set()
 
-    async def batch(self, base: str, last: Batch | None) -> Chosen:
-        """Wait until there is an eligible batch for a job from `base`; `last` is the last dispatched one. Raises what
-        RECORDS could not be followed for: ContractError, so that whoever asked halts."""
+    async def batch(self, bases: Sequence[str], last: Batch | None) -> Chosen:
+        """Wait until there is an eligible batch for a job from one of the bases, the first that has one; `last` is the
+        last dispatched one. Raises what RECORDS could not be followed for: ContractError, so that whoever asked halts.
+        """
         self._begin(last)
-        training = self.config.training
         while True:
             self._changed.clear()
             if self._following and self._following.done():
                 self._following.result()
             retire(self.book, self._hopeless)
-            units = choose(self.book, lambda id_: self._lag(id_, base), training.groups, training.group_size)
-            if units:
-                samples: list[Sample] = await blocking(self._samples, units)
-                return units, samples, *consumed(self.book, units, self.last)
+            for base in bases:
+                if units := self._choose(base):
+                    samples: list[Sample] = await blocking(self._samples, units)
+                    return base, units, samples, *consumed(self.book, units, self.last)
             await self._changed.wait()
+
+    def _choose(self, base: str) -> list[Unit] | None:
+        training, scenario = self.config.training, self.world.training.scenario_of(base)
+        return choose(
+            self.book,
+            scenario or self.config.scenario,
+            lambda load_id: self._lag(load_id, base),
+            training.groups,
+            training.group_size,
+        )
 
     def _begin(self, last: Batch | None) -> None:
         """Take up the state that the last dispatched batch left; its records are consumed whatever became of it."""
@@ -73,14 +85,15 @@ class RecordBook:
     def _lag(self, load_id: str, base: str) -> int | None:
         return lag(self.world, load_id, base, self.config.training.max_staleness)
 
-    def _hopeless(self, load_id: str) -> bool:
+    def _hopeless(self, scenario: str, load_id: str) -> bool:
         """Known, and already too far behind the head: every future base is the head or descends from it. A rollback may
         bring older weights back; answers of theirs that were forgotten before stay so."""
         published = self.world.publications
+        head = published.head_of(scenario)
         return (
-            published.head is not None
-            and load_id in published.releases
-            and self._lag(load_id, published.head.candidate) is None
+            head is not None
+            and published.release(head.scenario, load_id) is not None
+            and self._lag(load_id, head.candidate) is None
         )
 
     def _samples(self, units: list[Unit]) -> list[Sample]:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import contextlib
 import shutil
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,13 +21,13 @@ from reef_bus.authority import Authority
 from reef_bus.backends import Pieces, TrainingBackend
 from reef_bus.collector import without_collector
 from reef_bus.config import ATTACHED, Config
-from reef_bus.core.effects import AssembleBatch, Debt, Me, Train
-from reef_bus.core.ids import BASE, derived
+from reef_bus.core.effects import AssembleBatch, Debt, Me, RegisterAdapter, Train
+from reef_bus.core.ids import BASE, adapter_base, derived
 from reef_bus.core.retention import retention
 from reef_bus.core.training import Candidate, Job
 from reef_bus.core.world import World
 from reef_bus.errors import ContractError, Rejected, TransferError
-from reef_bus.events import Blob, Event, JobDispatched, JobDropped, Recorded
+from reef_bus.events import AdapterRegistered, Blob, Event, JobDispatched, JobDropped, Lora, Recorded
 from reef_bus.journal import Journal
 from reef_bus.manifest import Manifest
 from reef_bus.runner import Role, blocking
@@ -34,7 +35,14 @@ from reef_bus.samples import Batch, decode_batch, encode_batch
 from reef_bus.stored import Saved, as_file, blob_file, save
 from reef_bus.sweep import sweep
 
-KEPT_STATES = 3  # the head, the candidate being published, and the one being trained
+KEPT_STATES = 3  # of each scenario: the head, the candidate being published, and the one being trained
+
+Adapting = Callable[[Path, Lora], TrainingBackend]
+"""Makes what trains such adapters over the base model in this file."""
+
+
+def whole_models_only(base: Path, lora: Lora) -> TrainingBackend:
+    raise ContractError("this trainer's backend trains no adapters: take adapters.scenarios out")
 
 
 class Trained(NamedTuple):
@@ -49,11 +57,20 @@ class Trainer(Authority):
     """One boot of the trainer."""
 
     def __init__(
-        self, config: Config, me: Me, backend: TrainingBackend, store: ArtifactStore, book: RecordBook
+        self,
+        config: Config,
+        me: Me,
+        backend: TrainingBackend,
+        store: ArtifactStore,
+        book: RecordBook,
+        adapting: Adapting = whole_models_only,
     ) -> None:
+        """`backend` trains the whole model, and makes it; what `adapting` makes, trains adapters over it."""
         super().__init__(config, me, store)
         self.backend = backend
         self.book = book
+        self.adapting = adapting
+        self._adapters: dict[Lora, TrainingBackend] = {}
         self.world = World()
         self._gone = set[str]()  # blobs that were removed
         self._states: dict[str, Any] = {}
@@ -61,7 +78,7 @@ class Trainer(Authority):
         self._kept = threading.Lock()  # an offer loads in one thread while a job trains in another
 
     def in_place(self) -> bool:
-        return self.backend.mutates_in_place
+        return self.backend.mutates_in_place and not self.config.adapters.scenarios
 
     def react(self, world: World, now: int) -> Sequence[Debt]:
         debts = super().react(world, now)
@@ -83,21 +100,50 @@ class Trainer(Authority):
     def register(self) -> Event:
         state = self._remember(BASE, self.backend.initial())
         weights, manifest = save_weights(self.store, self.backend.weights(state))
-        return self.registered("grpo", weights, self._again(manifest), self._optimizer(state))
+        return self.registered("grpo", weights, self._again(manifest), self._optimizer(self.backend, state))
+
+    def register_adapter(self, effect: RegisterAdapter) -> Event:
+        lora = self.config.adapters.lora()
+        backend = self._adapting(lora, effect.base)
+        state = self._remember(adapter_base(effect.scenario), backend.initial())
+        weights, manifest = save_weights(self.store, backend.weights(state))
+        return AdapterRegistered(
+            scenario=effect.scenario,
+            base_manifest=effect.base.manifest,
+            lora=lora,
+            weights=weights,
+            optimizer=self._optimizer(backend, state),
+            manifest=self._again(manifest).digest,
+            tensor_bytes=manifest.total,
+        )
 
     def weights(self, candidate: Candidate) -> Pieces:
-        return self.backend.weights(self._state(candidate))
+        return self._backend(candidate).weights(self._state(candidate))
+
+    def _backend(self, candidate: Candidate) -> TrainingBackend:
+        """Who trains from it. What an adapter is, was settled when its scenario was registered."""
+        if not candidate.scenario:
+            return self.backend
+        training = self.world.training
+        return self._adapting(training.adapters[candidate.scenario].lora, training.candidates[BASE])
+
+    def _adapting(self, lora: Lora, base: Candidate) -> TrainingBackend:
+        with self._kept:
+            if lora not in self._adapters:
+                with self._readable(base), self._file(base) as path:
+                    self._adapters[lora] = self.adapting(path, lora)
+            return self._adapters[lora]
 
     # -- jobs
 
     async def assemble(self, effect: AssembleBatch) -> Event:
         last = decode_batch(await blocking(self.store.get, effect.last_batch.digest)) if effect.last_batch else None
-        units, samples, floor, taken = await self.book.batch(effect.base, last)
-        job = derived("job", effect.step, effect.base, *(unit.record for unit in units))
+        base, units, samples, floor, taken = await self.book.batch(effect.bases, last)
+        job = derived("job", effect.step, base, *(unit.record for unit in units))
         batch = Batch(
             job=job,
             step=effect.step,
-            base=effect.base,
+            base=base,
             seed=self.config.training.seed + effect.step,
             samples=tuple(samples),
             records=tuple((unit.record, unit.seq) for unit in units),
@@ -106,10 +152,10 @@ class Trainer(Authority):
         )
         blob: Blob = await blocking(self.store.put, encode_batch(batch))
         return JobDispatched(
-            scenario=self.config.scenario,
+            scenario=self.world.training.scenario_of(base) or self.config.scenario,
             job=job,
             step=effect.step,
-            base=effect.base,
+            base=base,
             batch=blob,
             records=len(units),
         )
@@ -120,24 +166,25 @@ class Trainer(Authority):
         if self._trained is None or self._trained.job != (job.id, job.attempt):
             base = self._state(effect.base)  # a damaged one is not the batch's fault: that halts, and drops nothing
             try:
-                self._trained = self._step(job, base, batch)
+                self._trained = self._step(self._backend(effect.base), job, base, batch)
             except ContractError as error:
-                return JobDropped(scenario=self.config.scenario, job=job.id, reason="not_trainable", detail=str(error))
+                return JobDropped(scenario=job.scenario, job=job.id, reason="not_trainable", detail=str(error))
         trained = self._trained
         saved = self._save(self._remember(derived("cand", job.id), trained.state), effect.base)
-        made = self.ready(job, saved, self._optimizer(trained.state), trained.metrics)
+        made = self.ready(job, saved, self._optimizer(self._backend(effect.base), trained.state), trained.metrics)
         self._trained = None
         return made
 
-    def _step(self, job: Job, base: Any, batch: Batch) -> Trained:
-        if self.backend.mutates_in_place:
+    def _step(self, backend: TrainingBackend, job: Job, base: Any, batch: Batch) -> Trained:
+        if backend.mutates_in_place:
             self._forget()
-        return Trained((job.id, job.attempt), *self.backend.train(base, batch.samples, batch.seed))
+        return Trained((job.id, job.attempt), *backend.train(base, batch.samples, batch.seed))
 
     def _save(self, state: Any, base: Candidate) -> Saved:
-        """Make a candidate durable; the manifest is read back, so that what the log names is what can be loaded."""
-        weights = self.backend.weights(state)
-        if self.config.tells_deltas():
+        """Make a candidate durable; the manifest is read back, so that what the log names is what can be loaded. An
+        adapter is small, and kept in full."""
+        weights = self._backend(base).weights(state)
+        if self.config.tells_deltas() and not base.scenario:
             saved = save(self.store, weights, self.base(base), self.config.artifacts.anchor_every)
         else:
             saved = Saved(*save_weights(self.store, weights))
@@ -146,8 +193,8 @@ class Trainer(Authority):
     def _again(self, manifest: Manifest) -> Manifest:
         return Manifest.decode(self.store.get(manifest.digest))
 
-    def _optimizer(self, state: Any) -> Blob:
-        return self.store.put(self.backend.optimizer(state))
+    def _optimizer(self, backend: TrainingBackend, state: Any) -> Blob:
+        return self.store.put(backend.optimizer(state))
 
     def _state(self, candidate: Candidate) -> Any:
         with self._kept:
@@ -157,13 +204,19 @@ class Trainer(Authority):
         return self._remember(candidate.id, found)
 
     def _load(self, candidate: Candidate) -> Any:
-        scratch, kept = Path(self.config.state_dir, "scratch"), candidate.optimizer
+        kept = candidate.optimizer
+        with self._readable(candidate), contextlib.ExitStack() as stack:
+            weights = stack.enter_context(self._file(candidate))
+            optimizer = stack.enter_context(blob_file(self.store, kept.digest)) if kept else None
+            return self._backend(candidate).load(weights, optimizer)
+
+    def _file(self, candidate: Candidate) -> contextlib.AbstractContextManager[Path]:
+        return as_file(self.store, candidate.weights.digest, candidate.manifest, Path(self.config.state_dir, "scratch"))
+
+    @contextlib.contextmanager
+    def _readable(self, candidate: Candidate) -> Iterator[None]:
         try:
-            with contextlib.ExitStack() as stack:
-                version = as_file(self.store, candidate.weights.digest, candidate.manifest, scratch)
-                weights = stack.enter_context(version)
-                optimizer = stack.enter_context(blob_file(self.store, kept.digest)) if kept else None
-                return self.backend.load(weights, optimizer)
+            yield
         except TransferError as error:
             raise ContractError(f"candidate {candidate.id} cannot be read: {error}") from error
 
@@ -171,7 +224,7 @@ class Trainer(Authority):
         with self._kept:
             self._states.pop(candidate, None)
             self._states[candidate] = state
-            while len(self._states) > KEPT_STATES:
+            while len(self._states) > KEPT_STATES * max(1, len(self.config.adapters.scenarios)):
                 del self._states[next(iter(self._states))]
         return state
 
@@ -189,17 +242,34 @@ async def _build(config: Config, journal: Journal, me: Me, stack: contextlib.Asy
     shutil.rmtree(config.folder("scratch"))  # what a boot that was killed had left there
     book = RecordBook(config, journal, store)
     await book.start(stack)
-    return Trainer(config, me, backend, store, book)
+    return Trainer(config, me, backend, store, book, partial(_adapting, config))
 
 
 def _backend(config: Config) -> TrainingBackend:
     with without_collector():
-        from consumers.reef_trainer.torch_backend import Hyper, TorchTrainer
-        from reef_bus.model_folder import read_policy_config
+        from consumers.reef_trainer.torch_backend import TorchTrainer
+
+    return TorchTrainer(*_of(config))
+
+
+def _adapting(config: Config, base: Path, lora: Lora) -> TrainingBackend:
+    with without_collector():
+        from consumers.reef_trainer.lora_backend import LoraTrainer
+
+    shape, hyper = _of(config)
+    backend: TrainingBackend = LoraTrainer(shape, base, lora, hyper)
+    return backend
+
+
+def _of(config: Config) -> tuple[Any, Any]:
+    """The policy's shape, and what steers its updates."""
+    from consumers.reef_trainer.torch_backend import Hyper
+    from reef_bus.model_folder import read_policy_config
+    from reef_bus.policy import PolicyConfig
 
     training, model = config.training, config.inference.model_path
     hyper = Hyper(lr=training.lr, minibatches=training.minibatches, seed=training.seed)
-    return TorchTrainer(read_policy_config(Path(model)) if model else None, hyper)
+    return read_policy_config(Path(model)) if model else PolicyConfig(), hyper
 
 
 def run(config: Config, id_: str) -> int:

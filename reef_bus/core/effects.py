@@ -9,7 +9,7 @@ import msgspec
 
 from reef_bus.core.publication import Publication
 from reef_bus.core.training import Candidate, Job
-from reef_bus.events import Blob, Event
+from reef_bus.events import Blob, Event, Lora
 
 
 class Deadlines(msgspec.Struct, frozen=True, rename="kebab", forbid_unknown_fields=True):
@@ -63,10 +63,18 @@ class Register(Effect, frozen=True):
     """Store the base model; ends in `ScenarioRegistered`."""
 
 
-class AssembleBatch(Effect, frozen=True):
-    """Wait for an eligible batch for a job from `base`, make it durable; ends in `JobDispatched`."""
+class RegisterAdapter(Effect, frozen=True):
+    """Store the adapter that changes nothing; ends in `AdapterRegistered`."""
 
-    base: str
+    scenario: str
+    base: Candidate
+
+
+class AssembleBatch(Effect, frozen=True):
+    """Wait for an eligible batch for a job from one of the `bases`, the first of them that has one; make it durable;
+    ends in `JobDispatched`."""
+
+    bases: tuple[str, ...]
     step: int
     last_batch: Blob | None
 
@@ -136,6 +144,28 @@ class VerifyHead(Effect, frozen=True):
     manifest: str
     weights: Blob
     pause: str = "drain"
+
+
+class LoadAdapter(Effect, frozen=True):
+    """Load the adapter from its artifact beside what is served, and prove it; ends in `EngineStaged` or
+    `ReceiverFailed`, or, where it is committed (no `publication`), may end the boot. With `held` its bytes are there
+    already, under this name, and only to be proven."""
+
+    publication: str
+    attempt: int
+    scenario: str
+    name: str
+    load_id: str
+    manifest: str
+    weights: Blob
+    lora: Lora
+    held: bool = False
+
+
+class UnloadAdapter(Effect, frozen=True):
+    """Be rid of an adapter once no request in hand names it; ends in `AdapterUnloaded` or `AdapterLeaked`."""
+
+    name: str
 
 
 class StartComponent(Effect, frozen=True):

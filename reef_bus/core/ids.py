@@ -75,6 +75,11 @@ def _text(body: str) -> str:
 # -- adapters
 
 
+def adapter_base(scenario: str) -> str:
+    """The candidate id of the adapter that a scenario was registered with."""
+    return derived(BASE, scenario)
+
+
 def adapter_name(scenario: str, load_id: str) -> str:
     """`reef-adapter-<base64url of the scenario>.<incarnation>.<sequence>`: what an engine knows this load of an adapter
     by, and how its folder is called. Lossless; stands in a URL and in `model:adapter` as it is.

@@ -1,6 +1,7 @@
 """The engines' side of the state: who is joined, fenced, and what each boot has proven to hold.
 
-Knows: the `engine` families. Must not know: which release is the head, or how weights are hashed.
+Knows: the `engine` families. Must not know: which release is the head, or how weights are hashed. Which adapters a boot
+holds is kept here too, and changed by `adapters.py`.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from reef_bus.core.residency import Residency
 from reef_bus.events import (
     EngineFenced,
     EngineJoined,
@@ -37,7 +39,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 
 class Engine(msgspec.Struct, kw_only=True):
     """One engine id and its current boot. `verified` is this boot's last proof since its last fence, by any way; `out`
-    the broker time (ns) at which the boot left or was excluded."""
+    the broker time (ns) at which the boot left or was excluded. `residency`: which adapters it holds, None if it takes
+    none; `adapted` is the sequence of its last word on them, `leaks` those by name of unloads that failed."""
 
     id: str
     boot: str
@@ -52,6 +55,9 @@ class Engine(msgspec.Struct, kw_only=True):
     fenced: int = 0
     verified: Report | None = None
     reported: int = 0
+    residency: Residency | None = None
+    adapted: int = 0
+    leaks: dict[str, int] = {}
 
 
 class Membership(msgspec.Struct):

@@ -10,11 +10,13 @@ from typing import Any
 
 import msgspec
 
-from reef_bus.core.ids import BASE, LoadId, parse_load_id
+from reef_bus.core.ids import BASE, LoadId, adapter_base, parse_load_id
 from reef_bus.events import (
+    AdapterRegistered,
     Blob,
     EngineExcluded,
     Event,
+    Lora,
     Member,
     PublicationHalted,
     PublicationRefused,
@@ -36,7 +38,7 @@ SUPERSEDED = "superseded"  # the one refusal through which a base chain may stil
 
 class Release(msgspec.Struct, kw_only=True):
     """One committed release. `seq` and `time` are those of its commit (release 0: of its registration); `pause` is how
-    whoever generates with an older one stops for it."""
+    whoever generates with an older one stops for it. `scenario` is that whose adapter it is, or empty."""
 
     load_id: str
     candidate: str
@@ -46,6 +48,7 @@ class Release(msgspec.Struct, kw_only=True):
     seq: int
     time: int
     pause: str = DRAIN
+    scenario: str = ""
 
 
 class Publication(msgspec.Struct, kw_only=True):
@@ -69,18 +72,37 @@ class Publication(msgspec.Struct, kw_only=True):
     mode: str
     pause: str
     request: int = 0
+    lora: Lora | None = None
 
 
 class Publications(msgspec.Struct):
-    """Everything that the `release` family says. `ended`: by candidate, committed, halted, refused or superseded."""
+    """Everything that the `release` family says. `ended`: by candidate, committed, halted, refused or superseded.
+
+    `head` is the whole model's; with adapters it stays release 0, which is theirs, too: `adapters` are the heads of
+    their scenarios, `origins` their releases 0, whose weights are the adapter that changes nothing. `releases` are all
+    others by their load ids."""
 
     open: Publication | None = None
     head: Release | None = None
+    adapters: dict[str, Release] = {}
+    origins: dict[str, Release] = {}
     releases: dict[str, Release] = {}
     sequence: int = 0
     ended: dict[str, str] = {}
     ended_seq: int = 0
     excluded: dict[str, int] = {}
+
+    def head_of(self, scenario: str) -> Release | None:
+        """The head of an adapter's scenario; for every other name, that of the whole model."""
+        return self.adapters.get(scenario, self.head)
+
+    def release(self, scenario: str, load_id: str) -> Release | None:
+        """The release of that load id, if it is one of an adapter's scenario (empty: of the whole model)."""
+        origin = self.origins.get(scenario)
+        if origin and origin.load_id == load_id:
+            return origin
+        found = self.releases.get(load_id)
+        return found if found and found.scenario == scenario else None
 
 
 def register(publications: Publications, incarnation: str, recorded: Recorded, event: ScenarioRegistered) -> None:
@@ -97,6 +119,24 @@ def register(publications: Publications, incarnation: str, recorded: Recorded, e
     )
     publications.releases[load_id] = publications.head
     publications.ended[BASE] = "committed"
+
+
+def register_adapter(
+    publications: Publications, incarnation: str, recorded: Recorded, event: AdapterRegistered
+) -> None:
+    """The base model is release 0 of the scenario, too."""
+    origin = Release(
+        load_id=str(LoadId(incarnation, 0)),
+        candidate=adapter_base(event.scenario),
+        parent="",
+        manifest=event.manifest,
+        weights=event.weights,
+        seq=recorded.seq,
+        time=recorded.time,
+        scenario=event.scenario,
+    )
+    publications.origins[event.scenario] = publications.adapters[event.scenario] = origin
+    publications.ended[origin.candidate] = "committed"
 
 
 def evolve(publications: Publications, recorded: Recorded) -> None:
@@ -127,6 +167,7 @@ def _target(publications: Publications, recorded: Recorded, event: TargetPersist
         mode=event.mode,
         pause=event.pause,
         request=event.request,
+        lora=event.lora,
     )
 
 
@@ -140,7 +181,7 @@ def _abort(publications: Publications, recorded: Recorded, event: TransferAborte
 def _commit(publications: Publications, recorded: Recorded, event: ReleaseCommitted) -> None:
     if not (open_ := publications.open):
         return
-    publications.head = Release(
+    head = Release(
         load_id=open_.load_id,
         candidate=open_.candidate,
         parent=open_.parent,
@@ -149,8 +190,13 @@ def _commit(publications: Publications, recorded: Recorded, event: ReleaseCommit
         seq=recorded.seq,
         time=recorded.time,
         pause=open_.pause,
+        scenario=open_.scenario if open_.lora else "",
     )
-    publications.releases[open_.load_id] = publications.head
+    publications.releases[open_.load_id] = head
+    if head.scenario:
+        publications.adapters[head.scenario] = head
+    else:
+        publications.head = head
     _end(publications, recorded.seq, open_, "committed")
 
 

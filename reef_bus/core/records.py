@@ -34,6 +34,7 @@ class Unit(msgspec.Struct, kw_only=True):
 
     seq: int
     record: str
+    scenario: str
     load_id: str
     group: str
     blob: Blob
@@ -46,12 +47,13 @@ class Unit(msgspec.Struct, kw_only=True):
 
 
 class Book(msgspec.Struct):
-    """The answers that are not consumed, by record id; and what is consumed above `floor`."""
+    """The answers that are not consumed, by record id, and their groups, by scenario and name; and what is consumed
+    above `floor`."""
 
     floor: int = 0
     taken: set[int] = set()
     units: dict[str, Unit] = {}
-    groups: dict[str, list[str]] = {}
+    groups: dict[tuple[str, str], list[str]] = {}
 
 
 def evolve(book: Book, recorded: Recorded) -> None:
@@ -65,13 +67,14 @@ def evolve(book: Book, recorded: Recorded) -> None:
             book.units[answer.record] = Unit(
                 seq=recorded.seq,
                 record=answer.record,
+                scenario=answer.scenario,
                 load_id=answer.load_id,
                 group=group,
                 blob=answer.blob,
                 row=answer.row,
                 spans=answer.spans,
             )
-            book.groups.setdefault(group, []).append(answer.record)
+            book.groups.setdefault((answer.scenario, group), []).append(answer.record)
         case ReportReceived() as report:
             for record in report.references:
                 if record in book.units and book.units[record].reward is None:
@@ -90,20 +93,22 @@ def remove(book: Book, units: Iterable[Unit]) -> None:
     """These answers are of no further interest."""
     for unit in units:
         del book.units[unit.record]
-        book.groups[unit.group].remove(unit.record)
-        if not book.groups[unit.group]:
-            del book.groups[unit.group]
+        key = unit.scenario, unit.group
+        book.groups[key].remove(unit.record)
+        if not book.groups[key]:
+            del book.groups[key]
 
 
-def choose(book: Book, lag: Callable[[str], int | None], groups: int, size: int) -> list[Unit] | None:
-    """The oldest `groups` groups with at least `size` rewarded, fresh answers each, `size` of each; None if too few.
+def choose(book: Book, scenario: str, lag: Callable[[str], int | None], groups: int, size: int) -> list[Unit] | None:
+    """The scenario's oldest `groups` groups with at least `size` rewarded, fresh answers each, `size` of each; None if
+    too few.
 
     `lag` gives an answer's staleness by its load id, None when it may not be used for the next job. An answer of
     several versions is as stale as its oldest tokens: it is fresh if all of them are.
     """
     chosen: list[list[Unit]] = []
-    for records in list(book.groups.values()):
-        if len(records) < size:
+    for (of, _), records in list(book.groups.items()):
+        if of != scenario or len(records) < size:
             continue
         units = [book.units[record] for record in records]
         fresh = [u for u in units if u.reward is not None and all(lag(id_) is not None for id_ in u.load_ids())]
@@ -114,9 +119,9 @@ def choose(book: Book, lag: Callable[[str], int | None], groups: int, size: int)
     return None
 
 
-def retire(book: Book, hopeless: Callable[[str], bool]) -> int:
-    """Forget answers with tokens of load ids that no future base may use. Returns how many."""
-    gone = [unit for unit in book.units.values() if any(hopeless(id_) for id_ in unit.load_ids())]
+def retire(book: Book, hopeless: Callable[[str, str], bool]) -> int:
+    """Forget answers with tokens of load ids that no future base of their scenario may use. Returns how many."""
+    gone = [unit for unit in book.units.values() if any(hopeless(unit.scenario, id_) for id_ in unit.load_ids())]
     remove(book, gone)
     return len(gone)
 

@@ -30,6 +30,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     why: str
     head: str
     about: str
+    scenario: str = ""
     refused: str = ""
 
 
@@ -51,7 +52,15 @@ def request(recorded: Recorded) -> Request:
             pass
         case _:
             raise AssertionError(recorded.name)
-    return Request(seq=recorded.seq, name=recorded.name, actor=event.actor, why=event.why, head=event.head, about=about)
+    return Request(
+        seq=recorded.seq,
+        name=recorded.name,
+        actor=event.actor,
+        why=event.why,
+        head=event.head,
+        about=about,
+        scenario=getattr(event, "scenario", ""),
+    )
 
 
 def answered(pending: dict[int, Request], event: Event) -> None:

@@ -30,9 +30,11 @@ def retention(world: World, keep: int) -> Retention:
     return Retention(needed, tuple(known[id_] for id_ in known if id_ not in ids))
 
 
-def within_reach(published: Publications, keep: int) -> frozenset[str]:
-    """Load ids of the head and the `keep` releases before it: what a rollback may go back to. 0: all."""
-    loads = list(published.releases)  # in the order of their commits
+def within_reach(published: Publications, keep: int, scenario: str = "") -> frozenset[str]:
+    """Load ids of the head and the `keep` releases before it, of an adapter's scenario (empty: of the whole model):
+    what a rollback may go back to. 0: all."""
+    origin = [published.origins[scenario].load_id] if scenario else []
+    loads = [*origin, *(id_ for id_, each in published.releases.items() if each.scenario == scenario)]  # as committed
     return frozenset(loads[-keep - 1 :] if keep else loads)
 
 
@@ -45,8 +47,10 @@ def blobs(candidates: Iterable[Candidate]) -> frozenset[str]:
 def _needed(world: World, keep: int) -> frozenset[str]:
     """What the head and the rollback window hold, what is or may be published, what is being trained, and from what."""
     training, published = world.training, world.publications
-    found = {published.releases[load].candidate for load in within_reach(published, keep)}
-    found |= {*world.queue, training.base}
+    reach = ((s, load) for s in ("", *training.adapters) for load in within_reach(published, keep, s))
+    kept = (published.release(scenario, load) for scenario, load in reach)
+    found = {release.candidate for release in kept if release}
+    found |= {*world.queue, training.base, *(adapter.base for adapter in training.adapters.values())}
     if published.open:
         found.add(published.open.candidate)
     if training.job:

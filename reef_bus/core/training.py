@@ -1,4 +1,4 @@
-"""The trainer's side of the state: scenario, jobs, candidates, the base chain, the sender.
+"""The trainer's side of the state: scenarios, jobs, candidates, the base chains, the sender.
 
 Knows: the `train` family. Must not know: engines, deadlines, or how anything is trained.
 """
@@ -10,8 +10,9 @@ from typing import Any
 
 import msgspec
 
-from reef_bus.core.ids import BASE
+from reef_bus.core.ids import BASE, adapter_base
 from reef_bus.events import (
+    AdapterRegistered,
     Blob,
     CandidateEvaluated,
     CandidateReady,
@@ -23,6 +24,7 @@ from reef_bus.events import (
     JobDispatched,
     JobDropped,
     JobStarted,
+    Lora,
     Recorded,
     ScenarioRegistered,
     SenderFailed,
@@ -34,7 +36,8 @@ from reef_bus.events import (
 
 class Candidate(msgspec.Struct, kw_only=True):
     """One checkpointed update. `base` is the candidate that it was trained from, `delta` tells its weights from that
-    one's, if there is one; `selected` and `seq` are sequences."""
+    one's, if there is one; `selected` and `seq` are sequences. `scenario` is that whose adapter it is; empty: it is the
+    whole model."""
 
     id: str
     base: str
@@ -47,6 +50,18 @@ class Candidate(msgspec.Struct, kw_only=True):
     selected: int = 0
     rejected: bool = False
     delta: Blob | None = None
+    scenario: str = ""
+
+
+class Adapter(msgspec.Struct, kw_only=True):
+    """A scenario that trains an adapter over the frozen base model. `base` is what its next job is trained from, if
+    that can still be published; `dispatched` the sequence of its latest job."""
+
+    scenario: str
+    lora: Lora
+    registered: int
+    base: str
+    dispatched: int = 0
 
 
 class Job(msgspec.Struct, kw_only=True):
@@ -58,6 +73,7 @@ class Job(msgspec.Struct, kw_only=True):
     base: str
     batch: Blob
     seq: int
+    scenario: str = ""
     attempt: int = 0
     boot: str = ""
     started: int = 0
@@ -86,7 +102,8 @@ class Sender(msgspec.Struct, kw_only=True):
 
 
 class Training(msgspec.Struct):
-    """Everything that the `train` family says."""
+    """Everything that the `train` family says. `scenario` and `base` are the whole model's; with `adapters` that is
+    trained no more."""
 
     boot: str = ""
     joined: int = 0
@@ -101,9 +118,19 @@ class Training(msgspec.Struct):
     dispatched: int = 0
     last_batch: Blob | None = None
     base: str = BASE
+    adapters: dict[str, Adapter] = {}
     candidates: dict[str, Candidate] = {}
     selected: list[str] = []
     sender: Sender | None = None
+
+    def scenario_of(self, candidate: str) -> str:
+        """That whose adapter the candidate is; empty for the whole model, and for one that is not known yet."""
+        found = self.candidates.get(candidate)
+        return found.scenario if found else ""
+
+    def based(self, scenario: str) -> str:
+        """What the scenario's next job is trained from, if that can still be published."""
+        return self.adapters[scenario].base if scenario else self.base
 
 
 def evolve(training: Training, recorded: Recorded) -> None:
@@ -134,10 +161,38 @@ def _register(training: Training, recorded: Recorded, event: ScenarioRegistered)
     )
 
 
+def _register_adapter(training: Training, recorded: Recorded, event: AdapterRegistered) -> None:
+    origin = adapter_base(event.scenario)
+    training.adapters[event.scenario] = Adapter(
+        scenario=event.scenario, lora=event.lora, registered=recorded.seq, base=origin
+    )
+    training.candidates[origin] = Candidate(
+        id=origin,
+        base="",
+        step=0,
+        weights=event.weights,
+        optimizer=event.optimizer,
+        manifest=event.manifest,
+        tensor_bytes=event.tensor_bytes,
+        seq=recorded.seq,
+        selected=recorded.seq,
+        scenario=event.scenario,
+    )
+
+
 def _dispatch(training: Training, recorded: Recorded, event: JobDispatched) -> None:
-    training.job = Job(id=event.job, step=event.step, base=event.base, batch=event.batch, seq=recorded.seq)
+    training.job = Job(
+        id=event.job,
+        scenario=event.scenario,
+        step=event.step,
+        base=event.base,
+        batch=event.batch,
+        seq=recorded.seq,
+    )
     training.last_batch = event.batch
     training.dispatched += 1
+    if adapter := training.adapters.get(event.scenario):
+        adapter.dispatched = recorded.seq
 
 
 def _start(training: Training, recorded: Recorded, event: JobStarted) -> None:
@@ -165,6 +220,7 @@ def _ready(training: Training, recorded: Recorded, event: CandidateReady) -> Non
         tensor_bytes=event.tensor_bytes,
         seq=recorded.seq,
         delta=event.delta,
+        scenario=job.scenario if job.scenario in training.adapters else "",
     )
 
 
@@ -176,7 +232,7 @@ def _evaluate(training: Training, recorded: Recorded, event: CandidateEvaluated)
 def _select(training: Training, recorded: Recorded, event: CandidateSelected) -> None:
     training.candidates[event.candidate].selected = recorded.seq
     training.selected.append(event.candidate)
-    training.base = event.candidate
+    _move(training, event.candidate)
     training.job, training.closed = None, recorded.seq
 
 
@@ -190,7 +246,15 @@ def _drop(training: Training, recorded: Recorded, event: JobDropped | JobDiscard
 
 
 def _restore(training: Training, recorded: Recorded, event: TrainerRestored) -> None:
-    training.base = event.candidate
+    _move(training, event.candidate)
+
+
+def _move(training: Training, candidate: str) -> None:
+    """The next job of its scenario is trained from it."""
+    if scenario := training.candidates[candidate].scenario:
+        training.adapters[scenario].base = candidate
+    else:
+        training.base = candidate
 
 
 def _offer(training: Training, recorded: Recorded, event: SenderReady) -> None:
@@ -222,6 +286,7 @@ def _fail(training: Training, recorded: Recorded, event: SenderFailed) -> None:
 CHANGES: Mapping[type[Event], Callable[[Training, Recorded, Any], None]] = {
     TrainerJoined: _join,
     ScenarioRegistered: _register,
+    AdapterRegistered: _register_adapter,
     JobDispatched: _dispatch,
     JobStarted: _start,
     JobAmbiguous: _doubt,

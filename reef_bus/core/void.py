@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from reef_bus.events import (
+    AdapterRegistered,
     CandidateEvaluated,
     CandidateReady,
     CandidateRejected,
@@ -43,7 +44,8 @@ class Tail(msgspec.Struct):
 
     `seq` is the last stored event, void or not; `boots` the joined boots, newest last; `open` the open job or
     publication, `attempt` its current attempt (0: none), `candidate` the open job's candidate. `time` (ns): since then
-    nothing that counts has happened here.
+    nothing that counts has happened here. `adapters` are the scenarios that train one; `whole`: the whole model was
+    trained, which is then never frozen.
     """
 
     seq: int = 0
@@ -53,6 +55,8 @@ class Tail(msgspec.Struct):
     attempt: int = 0
     candidate: str = ""
     registered: bool = False
+    adapters: list[str] = []
+    whole: bool = False
 
 
 def why_void(tail: Tail, recorded: Recorded) -> str:
@@ -87,6 +91,12 @@ def _no_scenario_is_registered(tail: Tail, event: ScenarioRegistered) -> str:
     return "a scenario is registered already" if tail.registered else ""
 
 
+def _adapter_may_be_registered(tail: Tail, event: AdapterRegistered) -> str:
+    if not tail.registered or tail.whole:
+        return "the whole model is trained here" if tail.whole else "there is no base model yet"
+    return f"{event.scenario} is registered already" if event.scenario in tail.adapters else ""
+
+
 def _job_may_start(tail: Tail, event: JobStarted) -> str:
     ok = tail.open == event.job and not tail.candidate and event.attempt == tail.attempt + 1
     return "" if ok else "no such job to start"
@@ -114,6 +124,7 @@ CLAUSES: Mapping[type[Event], Callable[[Tail, Any], str]] = {
     JobDispatched: _nothing_is_open,
     TargetPersisted: _nothing_is_open,
     ScenarioRegistered: _no_scenario_is_registered,
+    AdapterRegistered: _adapter_may_be_registered,
     JobStarted: _job_may_start,
     JobAmbiguous: _job_is_under_way,
     CandidateReady: _job_is_under_way,
@@ -150,8 +161,13 @@ def _register(tail: Tail, recorded: Recorded, event: ScenarioRegistered) -> None
     tail.registered = True
 
 
+def _register_adapter(tail: Tail, recorded: Recorded, event: AdapterRegistered) -> None:
+    tail.adapters.append(event.scenario)
+
+
 def _open_job(tail: Tail, recorded: Recorded, event: JobDispatched) -> None:
     tail.open, tail.attempt, tail.candidate = event.job, 0, ""
+    tail.whole = not tail.adapters
 
 
 def _start(tail: Tail, recorded: Recorded, event: JobStarted) -> None:
@@ -178,6 +194,7 @@ MOVES: Mapping[type[Event], Callable[[Tail, Recorded, Any], None]] = {
     TrainerJoined: _join,
     EngineJoined: _join,
     ScenarioRegistered: _register,
+    AdapterRegistered: _register_adapter,
     JobDispatched: _open_job,
     JobStarted: _start,
     CandidateReady: _ready,

@@ -11,10 +11,10 @@ from typing import Any, NoReturn
 
 import msgspec
 
-from reef_bus.core import membership, publication, requests, supervision, training
+from reef_bus.core import adapters, membership, publication, requests, supervision, training
 from reef_bus.core.ids import LoadId
 from reef_bus.core.membership import Membership
-from reef_bus.core.publication import STAGED, SUPERSEDED, Publications
+from reef_bus.core.publication import STAGED, SUPERSEDED, Publication, Publications, Release
 from reef_bus.core.requests import Request
 from reef_bus.core.start import Start, begin, why_not
 from reef_bus.core.supervision import Component
@@ -22,6 +22,7 @@ from reef_bus.core.training import Training, in_step, links
 from reef_bus.core.void import RULES, Tail, advance, why_void
 from reef_bus.errors import ContractError
 from reef_bus.events import (
+    AdapterRegistered,
     CandidateReady,
     CandidateSelected,
     EngineExcluded,
@@ -97,17 +98,23 @@ def _evolve(world: World, recorded: Recorded) -> None:
             training.evolve(world.training, recorded)
             if type(event) is ScenarioRegistered:
                 publication.register(world.publications, world.incarnation, recorded, event)
+            if type(event) is AdapterRegistered:
+                publication.register_adapter(world.publications, world.incarnation, recorded, event)
+                adapters.registered(world.membership, world.publications, event)
             if type(event) is CandidateSelected:
                 world.queue = waiting(world, [*world.queue, event.candidate])
         case "release":
             if type(event) is TargetPersisted:
                 membership.forget_attempts(world.membership)
+            before = world.publications.open
             publication.evolve(world.publications, recorded)
+            _place(world, before)
             world.queue = waiting(world, world.queue)
             if type(event) in EXCLUDING:
                 _cast_out(world, recorded.time)
         case "engine":
             membership.evolve(world.membership, recorded)
+            adapters.told(world.membership, world.publications, recorded)
         case "deployment":
             if type(event) is LogOpened:
                 world.incarnation = event.incarnation
@@ -121,6 +128,17 @@ def _evolve(world: World, recorded: Recorded) -> None:
     if world.requests:
         requests.answered(world.requests, event)
         _overtake(world)
+
+
+def _place(world: World, before: Publication | None) -> None:
+    """What the publication of an adapter, open until now or from now on, means for those who hold it."""
+    open_ = world.publications.open
+    if open_ is not None and open_.lora:
+        adapters.targeted(world.membership, open_)
+    elif open_ is None and before is not None and before.lora:
+        head = world.publications.head_of(before.scenario)
+        took_place = head is not None and head.load_id == before.load_id
+        (adapters.committed if took_place else adapters.halted)(world.membership, before)
 
 
 EXCLUDING = frozenset((EngineExcluded, TransferAborted, PublicationHalted))
@@ -183,9 +201,22 @@ def _check_opening(world: World, recorded: Recorded, event: LogOpened) -> None:
         _contradiction(recorded, f"its start contradicts itself: {why}")
 
 
+def _check_adapter(world: World, recorded: Recorded, event: AdapterRegistered) -> None:
+    head = world.publications.head
+    if event.scenario == world.training.scenario:
+        _contradiction(recorded, f"{event.scenario} is the base model's scenario")
+    if head is None or event.base_manifest != head.manifest:
+        _contradiction(recorded, f"its base is {event.base_manifest}, which the base model is not")
+
+
 def _check_base(world: World, recorded: Recorded, event: JobDispatched) -> None:
-    if event.base not in world.training.candidates:
+    base = world.training.candidates.get(event.base)
+    if base is None:
         _contradiction(recorded, f"base {event.base} was never a candidate")
+    if base.scenario != (event.scenario if world.training.adapters else ""):
+        _contradiction(
+            recorded, f"{event.scenario} is not trained from {event.base} of {base.scenario or 'the base model'}"
+        )
 
 
 def _check_restored(world: World, recorded: Recorded, event: TrainerRestored) -> None:
@@ -203,16 +234,21 @@ def _check_candidate(world: World, recorded: Recorded, event: CandidateReady) ->
 
 
 def _check_target(world: World, recorded: Recorded, event: TargetPersisted) -> None:
-    if event.request or event.sender == "artifact":
+    adapter = world.training.adapters.get(event.scenario)
+    if event.lora != (adapter.lora if adapter else None):
+        _contradiction(recorded, f"it names adapter {event.lora}, {event.scenario} has {adapter and adapter.lora}")
+    if event.request or (event.sender == "artifact" and not event.lora):
         _check_rollback(world, recorded, event)
     else:
         _check_update(world, recorded, event)
 
 
 def _check_update(world: World, recorded: Recorded, event: TargetPersisted) -> None:
-    candidate, head = world.training.candidates.get(event.candidate), world.publications.head
+    candidate, head = world.training.candidates.get(event.candidate), world.publications.head_of(event.scenario)
     if candidate is None or not candidate.selected or head is None:
         _contradiction(recorded, f"candidate {event.candidate} was not selected")
+    elif candidate.scenario != head.scenario:
+        _contradiction(recorded, f"candidate {event.candidate} is of {candidate.scenario or 'the base model'}")
     elif event.parent != head.load_id or not reaches_head(world, event.candidate):
         _contradiction(recorded, f"candidate {event.candidate} does not reach the head {head.load_id}")
     elif (event.manifest, event.weights) != (candidate.manifest, candidate.weights):
@@ -225,8 +261,10 @@ def _check_update(world: World, recorded: Recorded, event: TargetPersisted) -> N
 
 def _check_rollback(world: World, recorded: Recorded, event: TargetPersisted) -> None:
     """Old content under a new load id: what was committed before, and what somebody asked for."""
-    head, asked = world.publications.head, world.requests.get(event.request)
-    release = world.publications.releases.get(asked.about) if asked and asked.name == "RollbackRequested" else None
+    head, asked = world.publications.head_of(event.scenario), world.requests.get(event.request)
+    release = None
+    if asked and asked.name == "RollbackRequested" and asked_of(world, asked) == (head.scenario if head else ""):
+        release = world.publications.release(asked_of(world, asked), asked.about)
     if asked is None or release is None or event.sender != "artifact":
         _contradiction(recorded, f"no rollback was asked for at {event.request}, or it was answered before")
     if head is None or event.parent != head.load_id or asked.head != head.load_id:
@@ -287,6 +325,7 @@ def _kind(staged: bool) -> str:
 
 CHECKS: Mapping[type[Event], Callable[[World, Recorded, Any], None]] = {
     LogOpened: _check_opening,
+    AdapterRegistered: _check_adapter,
     JobDispatched: _check_base,
     TrainerRestored: _check_restored,
     CandidateReady: _check_candidate,
@@ -303,17 +342,22 @@ def agrees(report: membership.Report, target: publication.Publication) -> bool:
 
 
 def reaches_head(world: World, candidate: str) -> bool:
-    """The candidate's base chain leads to the head's content, through superseded candidates only."""
-    head, known = world.publications.head, world.training.candidates
-    base = known[candidate].base if candidate in known else ""
+    """The candidate's base chain leads to its head's content, through superseded candidates only."""
+    known = world.training.candidates
+    head, base = head_for(world, candidate), known[candidate].base if candidate in known else ""
     while head is not None and base != head.candidate and world.publications.ended.get(base) == SUPERSEDED:
         base = known[base].base
     return head is not None and base == head.candidate
 
 
+def head_for(world: World, candidate: str) -> Release | None:
+    """The head of the chain that the candidate is of."""
+    return world.publications.head_of(world.training.scenario_of(candidate))
+
+
 def can_still_reach(world: World, candidate: str) -> bool:
-    """The candidate is the head's content, or would follow it once its undecided bases are committed in turn."""
-    head, ended = world.publications.head, world.publications.ended
+    """The candidate is its head's content, or would follow it once its undecided bases are committed in turn."""
+    head, ended = head_for(world, candidate), world.publications.ended
     while head is not None and candidate != head.candidate:
         found = world.training.candidates.get(candidate)
         if found is None or not found.base or not found.selected or ended.get(candidate, SUPERSEDED) != SUPERSEDED:
@@ -328,7 +372,7 @@ def refusal(world: World, asked: Request) -> str:
     job = training_.job
     match asked.name:
         case "RollbackRequested":
-            return _moved(world, asked) or ("" if about in published.releases else "unknown_release")
+            return _moved(world, asked) or _no_release(world, asked)
         case "PromotionRequested":
             held = job is not None and job.candidate == about and job.evaluated
             return "" if held else "not_held"
@@ -346,14 +390,26 @@ def refusal(world: World, asked: Request) -> str:
     raise AssertionError(asked.name)
 
 
+def asked_of(world: World, asked: Request) -> str:
+    """The adapter's scenario that it is about, or empty: the whole model."""
+    return asked.scenario if asked.scenario in world.training.adapters else ""
+
+
+def _no_release(world: World, asked: Request) -> str:
+    scenario = asked_of(world, asked)
+    if world.training.adapters and not scenario:
+        return "frozen"
+    return "" if world.publications.release(scenario, asked.about) else "unknown_release"
+
+
 def _moved(world: World, asked: Request) -> str:
-    head = world.publications.head
+    head = world.publications.head_of(asked_of(world, asked))
     return "" if asked.head == (head.load_id if head else "") else "head_moved"
 
 
 def lag(world: World, load_id: str, base: str, limit: int) -> int | None:
     """Staleness: links in the base chain from the release `load_id` to `base`; None when unknown or over `limit`."""
-    release = world.publications.releases.get(load_id)
+    release = world.publications.release(world.training.scenario_of(base), load_id)
     return links(world.training, base, release.candidate, limit) if release else None
 
 

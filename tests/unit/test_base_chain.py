@@ -59,7 +59,7 @@ def refusal(event: Event) -> tuple[str, str]:
 def next_job(history: Given) -> Event | str:
     """What the trainer owes for its next job: a restore first, or a batch over the base that is returned."""
     (debt,) = [d for d in trainer_debts(history.world) if not isinstance(d.effect, OfferWeights)]
-    return debt.effect.base if isinstance(debt.effect, AssembleBatch) else fact([debt])
+    return debt.effect.bases[0] if isinstance(debt.effect, AssembleBatch) else fact([debt])
 
 
 # -- every candidate in its turn

@@ -78,7 +78,7 @@ def world(*history: Step) -> World:
 
 async def batch(found: RecordBook, base: str = "base", last: Batch | None = None) -> Batch:
     async with asyncio.timeout(2):
-        units, samples, floor, taken = await found.batch(base, last)
+        _, units, samples, floor, taken = await found.batch([base], last)
     records = tuple((unit.record, unit.seq) for unit in units)
     return Batch(job="j", step=1, base=base, seed=0, samples=tuple(samples), records=records, floor=floor, taken=taken)
 
@@ -90,7 +90,7 @@ def names(found: Batch) -> list[str]:
 async def nothing(found: RecordBook, base: str, last: Batch | None = None) -> bool:
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(0.05):
-            await found.batch(base, last)
+            await found.batch([base], last)
             return False
     return True
 

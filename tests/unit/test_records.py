@@ -65,7 +65,7 @@ def fresh(load_id: str) -> int | None:
 
 
 def chosen(found: Book, groups: int = 1, size: int = 2, lag: Any = fresh) -> list[str] | None:
-    units = choose(found, lag, groups, size)
+    units = choose(found, "digit", lag, groups, size)
     return units and [unit.record for unit in units]
 
 
@@ -127,8 +127,8 @@ def test_stale_and_unknown_releases_are_passed_over() -> None:
 
 def test_hopeless_answers_are_forgotten() -> None:
     found = book(answer("a", "inc:0"), answer("b", "inc:1"))
-    assert retire(found, lambda load_id: load_id == "inc:0") == 1
-    assert list(found.units) == ["b"] and found.groups == {"g": ["b"]}
+    assert retire(found, lambda scenario, load_id: (scenario, load_id) == ("digit", "inc:0")) == 1
+    assert list(found.units) == ["b"] and found.groups == {("digit", "g"): ["b"]}
 
 
 # -- what is consumed

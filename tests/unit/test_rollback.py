@@ -275,7 +275,7 @@ def test_the_trainer_owes_a_restore_of_the_head_and_trains_from_it() -> None:
     assert event == TrainerRestored(scenario="digit", load_id=L(3), candidate="c1")
     history.when(event).then(counts)
     batch = only(trainer_debts(history.world))
-    assert isinstance(batch, AssembleBatch) and batch.base == "c1"
+    assert isinstance(batch, AssembleBatch) and batch.bases == ("c1",)
 
 
 def test_a_restore_that_names_an_older_head_pays_nothing() -> None:
@@ -287,7 +287,7 @@ def test_a_rollback_that_brings_back_what_the_trainer_stands_on_owes_no_restore(
     """Release 2 again: what the trainer made of c2 still descends from what serves."""
     same = (*TWO, rollback_asked(2, on=2), *rolled_back(3, "c2", len(TWO) + 1, E0, E1))
     batch = only(trainer_debts(given(*same).world))
-    assert isinstance(batch, AssembleBatch) and batch.base == "c2"
+    assert isinstance(batch, AssembleBatch) and batch.bases == ("c2",)
 
 
 def test_a_candidate_that_was_trained_before_it_ends_base_lost() -> None:

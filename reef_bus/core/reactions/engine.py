@@ -17,14 +17,18 @@ from reef_bus.core.effects import (
 )
 from reef_bus.core.membership import Engine
 from reef_bus.core.publication import STAGED, Publication
+from reef_bus.core.reactions.adapters import adapters
 from reef_bus.core.reactions.common import all_fenced, join_or_retire, word
 from reef_bus.core.serving import fenced, live, owes_head
 from reef_bus.core.world import World
 from reef_bus.events import Member
 
 
-def engine(world: World, me: Me, deadlines: Deadlines, *, written: bool = False) -> list[Debt]:
-    """What the agent of one engine owes. `written`, which no log can know: its memory is not what it last proved."""
+def engine(
+    world: World, me: Me, deadlines: Deadlines, *, written: bool = False, lost: frozenset[str] = frozenset()
+) -> list[Debt]:
+    """What the agent of one engine owes. What no log can know: `written`, its memory is not what it last proved, and
+    `lost`, the adapters that the engine lists no more."""
     if not world.incarnation:
         return []
     found = world.membership.engines.get(me.id)
@@ -35,7 +39,7 @@ def engine(world: World, me: Me, deadlines: Deadlines, *, written: bool = False)
     open_ = world.publications.open
     if open_ is not None and fenced(world, me.id, me.boot):
         return _attempt(world, me, open_, deadlines)
-    return _head(world, found, written) or _staging(world, me, open_, deadlines)
+    return _head(world, found, written) or adapters(world, found, lost) or _staging(world, me, open_, deadlines)
 
 
 def _attempt(world: World, me: Me, open_: Publication, deadlines: Deadlines) -> list[Debt]:
@@ -47,7 +51,7 @@ def _attempt(world: World, me: Me, open_: Publication, deadlines: Deadlines) -> 
 
 def _staging(world: World, me: Me, open_: Publication | None, deadlines: Deadlines) -> list[Debt]:
     """Only beside a proven head: what was staged for it was swapped in, or dropped for the artifact, before."""
-    if open_ is None or open_.mode != STAGED or Member(me.id, me.boot) not in open_.members:
+    if open_ is None or open_.mode != STAGED or open_.lora or Member(me.id, me.boot) not in open_.members:
         return []
     return _ingress(world, me, open_, deadlines, Stage)
 

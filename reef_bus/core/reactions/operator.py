@@ -9,7 +9,7 @@ from __future__ import annotations
 from reef_bus.core.effects import Append, Debt
 from reef_bus.core.publication import Publication
 from reef_bus.core.requests import Request, wanted
-from reef_bus.core.world import World
+from reef_bus.core.world import World, asked_of
 from reef_bus.events import (
     EngineExcluded,
     EngineRetireRequested,
@@ -28,11 +28,12 @@ def refusals(world: World) -> list[Debt]:
 
 
 def refuse(world: World, asked: Request, why: str, detail: str = "") -> Debt:
-    head, scenario = world.publications.head, world.training.scenario
+    scenario = asked_of(world, asked) or world.training.scenario
+    head = world.publications.head_of(scenario)
     text = detail or f"{asked.name} of {asked.about} on {asked.head}; the head is {head.load_id if head else 'none'}"
     event: Event = RequestRefused(scenario=scenario, request=asked.seq, reason=why, detail=text)
     if asked.name == RollbackRequested.__name__:
-        release = world.publications.releases.get(asked.about)
+        release = world.publications.release(asked_of(world, asked), asked.about)
         candidate = release.candidate if release else ""
         event = PublicationRefused(scenario=scenario, candidate=candidate, reason=why, detail=text, request=asked.seq)
     return Debt(key=f"answer/{asked.seq}", effect=Append(event), cause=asked.seq)
@@ -58,7 +59,9 @@ def halts(world: World, open_: Publication) -> list[Debt]:
     """A person wants the open publication given up, or a rollback must come first."""
     asked = wanted(world.requests, PublicationHaltRequested, open_.id)
     rollback = wanted(world.requests, RollbackRequested)
-    if asked is None and (rollback is None or open_.request):
+    if rollback and (open_.request or asked_of(world, rollback) != (open_.scenario if open_.lora else "")):
+        rollback = None  # it waits for another one, or for another scenario's release
+    if asked is None and rollback is None:
         return []
     by = asked or rollback
     assert by is not None

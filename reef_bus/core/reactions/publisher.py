@@ -19,10 +19,11 @@ from reef_bus.core.publication import MAX_ATTEMPTS, STAGED, SUPERSEDED, Publicat
 from reef_bus.core.reactions.common import SECOND, word
 from reef_bus.core.reactions.operator import halts, refusals, refuse, retirements
 from reef_bus.core.requests import Request, wanted
+from reef_bus.core.residency import Refused, make_room
 from reef_bus.core.retention import within_reach
 from reef_bus.core.serving import live, present
 from reef_bus.core.training import Candidate, Sender
-from reef_bus.core.world import World, agrees, reaches_head
+from reef_bus.core.world import World, agrees, asked_of, head_for, reaches_head
 from reef_bus.events import (
     EngineExcluded,
     Event,
@@ -84,12 +85,33 @@ def _next_target(world: World, policy: Policy) -> list[Debt]:
     members = _members(world)
     if not members:
         return []
+    if candidate.scenario:
+        return [_next_adapter(world, candidate, members, policy)]
     transport = _transport(world.training.offers, members, policy)
     if not transport:
         return [_refuse(world, candidate, "transport", _no_transport(world.training.offers, members, policy))]
     if wrong := _unfit(members, policy):
         return [_refuse(world, candidate, *wrong)]
     return [_target(world, candidate, members, msgspec.structs.replace(policy, transport=transport))]
+
+
+def _next_adapter(world: World, candidate: Candidate, members: list[Engine], policy: Policy) -> Debt:
+    """There is room for it before anybody hears of it."""
+    if wrong := _no_room(world, candidate, members):
+        return _refuse(world, candidate, *wrong)
+    return _target(world, candidate, members, policy)
+
+
+def _no_room(world: World, candidate: Candidate, members: list[Engine]) -> tuple[str, str] | None:
+    """Who takes no adapter, or has no place for this one; None if all have."""
+    if none := [engine.id for engine in members if engine.residency is None or "files" not in engine.accepts]:
+        return "adapters", f"{none} take no adapters from files: see adapters.scenarios and inference.accepts"
+    for engine in members:
+        assert engine.residency is not None
+        found = make_room(engine.residency, candidate.scenario, _next_load_id(world), candidate.manifest)
+        if isinstance(found, Refused):
+            return f"adapter_{found.reason}", f"{engine.id}: {found.detail} (adapters.capacity)"
+    return None
 
 
 def _transport(offers: tuple[str, ...], members: list[Engine], policy: Policy) -> str:
@@ -121,19 +143,23 @@ def _unfit(members: list[Engine], policy: Policy) -> tuple[str, str] | None:
 
 def _no_rollback(world: World, asked: Request, policy: Policy) -> Debt | None:
     """What an engine cannot take, or nobody can read any more, is refused before anything is halted for it."""
-    if asked.about not in within_reach(world.publications, policy.keep):
+    scenario = asked_of(world, asked)
+    if asked.about not in within_reach(world.publications, policy.keep, scenario):
         gone = f"{asked.about} is more than artifacts.keep ({policy.keep}) releases back: its weights may be gone"
         return refuse(world, asked, "not_kept", gone)
     if unable := _unable(world, "files"):
         return refuse(world, asked, "transport", f"a rollback is read from files, refused by {unable}")
+    release = world.publications.release(scenario, asked.about)
     wrong = _unfit(_members(world), policy)
+    if scenario and release:
+        wrong = _no_room(world, world.training.candidates[release.candidate], _members(world))
     return refuse(world, asked, *wrong) if wrong else None
 
 
 def _rollback(world: World, asked: Request, policy: Policy) -> list[Debt]:
     """It precedes every candidate; with no engine joined it waits, and so do they."""
-    release, members = world.publications.releases[asked.about], _members(world)
-    if not members:
+    release, members = world.publications.release(asked_of(world, asked), asked.about), _members(world)
+    if not members or release is None:
         return []
     candidate = world.training.candidates[release.candidate]
     return [_target(world, candidate, members, msgspec.structs.replace(policy, transport="files"), asked)]
@@ -146,19 +172,20 @@ def _successor(world: World, candidate: str) -> str:
 
 
 def _refuse(world: World, candidate: Candidate, reason: str, detail: str) -> Debt:
-    event = PublicationRefused(scenario=world.training.scenario, candidate=candidate.id, reason=reason, detail=detail)
+    scenario = candidate.scenario or world.training.scenario
+    event = PublicationRefused(scenario=scenario, candidate=candidate.id, reason=reason, detail=detail)
     return Debt(key=f"refuse/{candidate.selected}", effect=Append(event), cause=candidate.selected)
 
 
 def _target(
     world: World, candidate: Candidate, members: list[Engine], policy: Policy, asked: Request | None = None
 ) -> Debt:
-    head = world.publications.head
+    head, adapter = head_for(world, candidate.id), world.training.adapters.get(candidate.scenario)
     assert head is not None
-    load_id = str(LoadId(world.incarnation, world.publications.sequence + 1))
+    load_id = _next_load_id(world)
     publication = derived("pub", load_id, candidate.id)
     event = TargetPersisted(
-        scenario=world.training.scenario,
+        scenario=candidate.scenario or world.training.scenario,
         publication=publication,
         candidate=candidate.id,
         load_id=load_id,
@@ -168,14 +195,19 @@ def _target(
         tensor_bytes=candidate.tensor_bytes,
         attempt=1,
         members=tuple(Member(e.id, e.boot) for e in members),
-        sender="artifact" if asked else "trainer",
-        transport=policy.transport,
-        mode=policy.mode,
+        sender="artifact" if asked or adapter else "trainer",
+        transport="files" if adapter else policy.transport,
+        mode=STAGED if adapter else policy.mode,
         pause=policy.pause,
         request=asked.seq if asked else 0,
+        lora=adapter.lora if adapter else None,
     )
     since = max(asked.seq if asked else candidate.selected, world.publications.ended_seq)
     return Debt(key=f"target/{since}", effect=Append(event), cause=since, correlation=publication)
+
+
+def _next_load_id(world: World) -> str:
+    return str(LoadId(world.incarnation, world.publications.sequence + 1))
 
 
 def _drive(world: World, open_: Publication, deadlines: Deadlines, now: int) -> list[Debt]:
@@ -286,7 +318,7 @@ def _abort(
     at_head: bool,
 ) -> list[Debt]:
     """End the attempt: another one, or a halt. With nobody left, a new boot is waited for as long as for a fence."""
-    fit = [e for e in _members(world) if open_.mode in e.modes and open_.pause in e.pauses]
+    fit = [e for e in _members(world) if _fits(e, open_)]
     joined = [Member(e.id, e.boot) for e in fit if open_.transport in e.accepts]
     able = tuple(m for m in joined if m not in guilty)
     again = open_.attempt < MAX_ATTEMPTS
@@ -315,6 +347,13 @@ def _abort(
     judged = at_head or not able
     key = f"abort/{open_.attempt_seq}"
     return [Debt(key=key, effect=Append(event), cause=open_.attempt_seq, correlation=open_.id, at_head=judged)]
+
+
+def _fits(engine: Engine, open_: Publication) -> bool:
+    """It can receive as the open publication demands. For an adapter nobody stops."""
+    if open_.lora:
+        return engine.residency is not None
+    return open_.mode in engine.modes and open_.pause in engine.pauses
 
 
 def _since_anybody(world: World, open_: Publication) -> int:

@@ -17,8 +17,11 @@ from reef_bus.core.effects import (
     Me,
     OfferWeights,
     Register,
+    RegisterAdapter,
+    Retire,
     Train,
 )
+from reef_bus.core.ids import BASE
 from reef_bus.core.reactions.common import join_or_retire
 from reef_bus.core.requests import wanted
 from reef_bus.core.training import Job
@@ -36,15 +39,36 @@ from reef_bus.events import (
 )
 
 
-def trainer(world: World, me: Me) -> list[Debt]:
-    """What the trainer's boot owes."""
+def trainer(world: World, me: Me, scenarios: tuple[str, ...] = ()) -> list[Debt]:
+    """What the trainer's boot owes. It trains the adapters of these `scenarios`; of none: the whole model."""
     if not world.incarnation:
         return []
     if world.training.boot != me.boot:
         return [join_or_retire(world, me, "train", world.training.boot)]
     if not world.training.scenario:
         return [Debt(key="register", effect=Register(), cause=world.training.joined)]
-    return [*_offer(world, me), *_job(world, me)]
+    if wrong := _other_kind(world, scenarios):
+        return [Debt(key="retire", effect=Retire(wrong))]
+    for scenario in scenarios:
+        if scenario not in world.training.adapters:
+            return [_register_adapter(world, scenario)]
+    return [*_offer(world, me), *_job(world, me, scenarios)]
+
+
+def _other_kind(world: World, scenarios: tuple[str, ...]) -> str:
+    """Whole models and adapters are not trained on one log: the base of an adapter must stay what it is."""
+    tail = world.tails["train"]
+    if scenarios and tail.whole:
+        return f"adapters.scenarios is {list(scenarios)}, but this log trains the whole model: use a log of their own"
+    if tail.adapters and not scenarios:
+        return f"this log trains adapters of {tail.adapters}: name in adapters.scenarios those that go on"
+    return ""
+
+
+def _register_adapter(world: World, scenario: str) -> Debt:
+    base = msgspec.structs.replace(world.training.candidates[BASE])
+    cause = world.tails["train"].seq
+    return Debt(key=f"register/{scenario}", effect=RegisterAdapter(scenario, base), cause=cause)
 
 
 def _offer(world: World, me: Me) -> list[Debt]:
@@ -62,13 +86,13 @@ def _offer(world: World, me: Me) -> list[Debt]:
     ]
 
 
-def _job(world: World, me: Me) -> list[Debt]:
+def _job(world: World, me: Me, scenarios: tuple[str, ...]) -> list[Debt]:
     training = world.training
     if training.job is None:
-        return [_next_job(world)]
+        return [_next_job(world, scenarios or ("",))]
     job = training.job
     if discard := wanted(world.requests, JobDiscardRequested, job.id):
-        discarded = JobDiscarded(scenario=training.scenario, job=job.id, request=discard.seq)
+        discarded = JobDiscarded(scenario=job.scenario, job=job.id, request=discard.seq)
         return [_fact(f"discard/{discard.seq}", discarded, discard.seq, job)]
     if job.candidate:
         return [_decide(world, job)]
@@ -80,7 +104,7 @@ def _job(world: World, me: Me) -> list[Debt]:
 
 def _start(world: World, job: Job) -> list[Debt]:
     """The next attempt. A dead boot that trained in place leaves behind what nobody knows: then a person decides."""
-    scenario, restore = world.training.scenario, wanted(world.requests, JobRestoreRequested, job.id)
+    scenario, restore = job.scenario, wanted(world.requests, JobRestoreRequested, job.id)
     if job.in_place and not job.ambiguous:
         lost = JobAmbiguous(scenario=scenario, job=job.id, attempt=job.attempt, started_by=job.boot)
         return [_fact(f"ambiguous/{job.started}", lost, job.started, job)]
@@ -102,7 +126,7 @@ def _decide(world: World, job: Job) -> Debt:
         return Debt(key=f"evaluate/{job.ready}", effect=effect, cause=job.ready, correlation=job.id)
     if promotion := wanted(world.requests, PromotionRequested, candidate.id):
         selected = CandidateSelected(
-            scenario=world.training.scenario,
+            scenario=job.scenario,
             candidate=candidate.id,
             selector=promotion.actor,
             why=promotion.why,
@@ -113,13 +137,26 @@ def _decide(world: World, job: Job) -> Debt:
     return Debt(key=f"decide/{job.evaluated}", effect=effect, cause=job.evaluated, correlation=job.id)
 
 
-def _next_job(world: World) -> Debt:
-    training, head = world.training, world.publications.head
-    assert head is not None  # registration made release 0
-    base = next((c for c in reversed(world.queue) if can_still_reach(world, c)), head.candidate)
+def _next_job(world: World, scenarios: tuple[str, ...]) -> Debt:
+    """Scenarios take turns: whose last job is longest ago comes first, if it has a batch."""
+    training = world.training
     since = max(training.closed, training.registered, training.joined)
-    if not can_still_reach(world, training.base):
-        restored = TrainerRestored(scenario=training.scenario, load_id=head.load_id, candidate=head.candidate)
-        return Debt(key=f"restore/{since}/{head.seq}", effect=Append(restored), cause=head.seq)
-    effect = AssembleBatch(base, training.dispatched + 1, training.last_batch)
-    return Debt(key=f"batch/{since}/{base}", effect=effect, cause=since)
+    for scenario in scenarios:
+        head = world.publications.head_of(scenario)
+        assert head is not None  # registration made release 0
+        if not can_still_reach(world, training.based(scenario)):
+            named = scenario or training.scenario
+            restored = TrainerRestored(scenario=named, load_id=head.load_id, candidate=head.candidate)
+            return Debt(key=f"restore/{since}/{head.seq}", effect=Append(restored), cause=head.seq)
+    turns = sorted(scenarios, key=lambda each: training.adapters[each].dispatched if each else 0)
+    bases = tuple(_base(world, scenario) for scenario in turns)
+    effect = AssembleBatch(bases, training.dispatched + 1, training.last_batch)
+    return Debt(key=f"batch/{since}/{'/'.join(bases)}", effect=effect, cause=since)
+
+
+def _base(world: World, scenario: str) -> str:
+    """The latest selected candidate that can still reach the head, or the head's."""
+    head, known = world.publications.head_of(scenario), world.training.candidates
+    assert head is not None
+    queue = (c for c in reversed(world.queue) if known[c].scenario == scenario and can_still_reach(world, c))
+    return next(queue, head.candidate)

@@ -1,0 +1,136 @@
+"""How the log moves what each boot holds of LoRA adapters: which event is which fact of its residency.
+
+Knows: the three families that speak of adapters, and residencies. Must not know: how any of them decides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from reef_bus.core import residency
+from reef_bus.core.membership import Engine, Membership
+from reef_bus.core.publication import Publication, Publications
+from reef_bus.core.residency import Residency
+from reef_bus.events import (
+    AdapterLeaked,
+    AdapterRegistered,
+    AdapterUnloaded,
+    EngineJoined,
+    EngineStaged,
+    Event,
+    Member,
+    ReceiverFailed,
+    Recorded,
+)
+
+# -- what engines say, once it is folded
+
+
+def told(membership: Membership, publications: Publications, recorded: Recorded) -> None:
+    """Apply one event of an `engine` family that is not void."""
+    change = CHANGES.get(type(recorded.event))
+    if change:
+        change(membership.engines[recorded.event.key], publications, recorded, recorded.event)
+
+
+def _join(engine: Engine, publications: Publications, recorded: Recorded, event: EngineJoined) -> None:
+    """With every head to come, and nothing of which anything is known."""
+    if event.adapters == 0:
+        return
+    heads = {scenario: head.load_id for scenario, head in publications.adapters.items()}
+    state = Residency(capacity=event.adapters, current=heads)
+    for name in event.resident:
+        state = residency.unload_failed(state, name)
+    engine.residency = state
+    open_ = publications.open
+    if open_ and Member(engine.id, engine.boot) in open_.members:
+        _expect(engine, open_)
+
+
+def _stage(engine: Engine, publications: Publications, recorded: Recorded, event: EngineStaged) -> None:
+    """A proof of what the load id names; of anything else, it is of something that nobody may use."""
+    if not event.adapter or engine.residency is None:
+        return
+    state, engine.adapted = engine.residency, recorded.seq
+    if _manifest(publications, event) == event.manifest:
+        state = residency.loaded(state, event.scenario, event.load_id, event.manifest)
+        ids = state.slots[event.adapter].load_ids if event.adapter in state.slots else ()
+    else:
+        ids = ()
+    engine.residency = state if event.load_id in ids else residency.unload_failed(state, event.adapter)
+
+
+def _manifest(publications: Publications, event: EngineStaged) -> str:
+    """What the load id names, as far as the log knows by now."""
+    open_ = publications.open
+    if open_ and open_.lora and (open_.scenario, open_.load_id) == (event.scenario, event.load_id):
+        return open_.manifest
+    release = publications.release(event.scenario, event.load_id)
+    return release.manifest if release else ""
+
+
+def _fail(engine: Engine, publications: Publications, recorded: Recorded, event: ReceiverFailed) -> None:
+    if event.adapter and engine.residency is not None:
+        engine.adapted = recorded.seq
+        engine.residency = residency.load_failed(engine.residency, event.scenario, event.load_id)
+
+
+def _unload(engine: Engine, publications: Publications, recorded: Recorded, event: AdapterUnloaded) -> None:
+    if engine.residency is not None:
+        engine.adapted = recorded.seq
+        engine.residency = residency.unloaded(engine.residency, event.adapter)
+
+
+def _leak(engine: Engine, publications: Publications, recorded: Recorded, event: AdapterLeaked) -> None:
+    if engine.residency is not None:
+        engine.adapted = engine.leaks[event.adapter] = recorded.seq
+        engine.residency = residency.unload_failed(engine.residency, event.adapter)
+
+
+CHANGES: Mapping[type[Event], Callable[[Engine, Publications, Recorded, Any], None]] = {
+    EngineJoined: _join,
+    EngineStaged: _stage,
+    ReceiverFailed: _fail,
+    AdapterUnloaded: _unload,
+    AdapterLeaked: _leak,
+}
+
+
+# -- what the trainer and publishers say
+
+
+def registered(membership: Membership, publications: Publications, event: AdapterRegistered) -> None:
+    head = publications.adapters[event.scenario]
+    for engine in _holders(membership):
+        engine.residency = residency.activated(_state(engine), event.scenario, head.load_id)
+
+
+def targeted(membership: Membership, open_: Publication) -> None:
+    """A target, or its next attempt: each member keeps a place for it, from here to the commit or halt."""
+    for engine in _holders(membership):
+        if open_.lora and Member(engine.id, engine.boot) in open_.members:
+            _expect(engine, open_)
+
+
+def committed(membership: Membership, open_: Publication) -> None:
+    for engine in _holders(membership):
+        engine.residency = residency.activated(_state(engine), open_.scenario, open_.load_id)
+
+
+def halted(membership: Membership, open_: Publication) -> None:
+    for engine in _holders(membership):
+        engine.residency = residency.withdrawn(_state(engine), open_.scenario, open_.load_id)
+
+
+def _expect(engine: Engine, open_: Publication) -> None:
+    engine.residency = residency.tentative(_state(engine), open_.scenario, open_.load_id, open_.manifest)
+
+
+def _holders(membership: Membership) -> list[Engine]:
+    return [engine for engine in membership.engines.values() if engine.residency is not None]
+
+
+def _state(engine: Engine) -> Residency:
+    assert engine.residency is not None
+    return engine.residency

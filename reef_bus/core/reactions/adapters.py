@@ -1,0 +1,96 @@
+"""What the agent of an engine owes of LoRA adapters: committed ones first, then that which is being published.
+
+Knows: the world, one engine's residency. Must not know: how an adapter is loaded, or who asks for it.
+One thing at a time: each fact of it may change what the next one is.
+"""
+
+from __future__ import annotations
+
+from reef_bus.core import residency
+from reef_bus.core.effects import Append, Debt, LoadAdapter, UnloadAdapter
+from reef_bus.core.ids import adapter_name
+from reef_bus.core.membership import Engine
+from reef_bus.core.publication import Publication, Release
+from reef_bus.core.residency import Refused
+from reef_bus.core.world import World
+from reef_bus.events import AdapterUnloaded, EngineLeft, Event, Lora, Member, ReceiverFailed
+
+
+def adapters(world: World, found: Engine, lost: frozenset[str]) -> list[Debt]:
+    """For an engine that holds the head of the base model."""
+    if found.residency is None:
+        return []
+    for name in sorted(lost):
+        if name in residency.reconcile(found.residency, found.residency.slots.keys() - lost).lost:
+            gone = AdapterUnloaded(engine=found.id, adapter=name, detail="the engine does not list it")
+            return [_debt(found, f"lost/{name}", Append(gone), found.joined)]
+    return _committed(world, found) or _published(world, found)
+
+
+def _committed(world: World, found: Engine) -> list[Debt]:
+    """The first scenario whose head is not there, and can be."""
+    for scenario, head in world.publications.adapters.items():
+        adapter = world.training.adapters[scenario]
+        if head.parent and not residency.served(_state(found), scenario):
+            debts = _load(found, head, adapter.lora, max(found.joined, head.seq))
+            if debts:
+                return debts
+    return []
+
+
+def _published(world: World, found: Engine) -> list[Debt]:
+    open_ = world.publications.open
+    if open_ is None or open_.lora is None or Member(found.id, found.boot) not in open_.members:
+        return []
+    if world.membership.report(found.boot, open_.id, open_.attempt):
+        return []
+    return _load(found, open_, open_.lora, open_.attempt_seq)
+
+
+def _load(found: Engine, what: Release | Publication, lora: Lora, since: int) -> list[Debt]:
+    """Once there is room for it. `since`: whatever could not be unloaded later than that, is not tried again for it."""
+    room = residency.make_room(_state(found), what.scenario, what.load_id, what.manifest)
+    if isinstance(room, Refused):
+        return _give_up(found, what, room.reason, room.detail, since)
+    if room.unload:
+        name = room.unload[0]
+        if found.leaks.get(name, 0) > since:
+            return _give_up(found, what, "eviction", f"{name} cannot be unloaded", since)
+        return [_debt(found, f"unload/{name}", UnloadAdapter(name), since)]
+    of = (what.id, what.attempt) if isinstance(what, Publication) else ("", 0)
+    load = LoadAdapter(*of, what.scenario, room.name, what.load_id, what.manifest, what.weights, lora, room.held)
+    return [_debt(found, f"adapter/{what.load_id}/{since}", load, since, of[0])]
+
+
+def _give_up(found: Engine, what: Release | Publication, cause: str, detail: str, since: int) -> list[Debt]:
+    """A target is another attempt's, or nobody's. What is committed and has no place here is served by others; but a
+    boot that cannot be rid of what it need not hold has a better one after it."""
+    event: Event
+    if isinstance(what, Publication):
+        event = ReceiverFailed(
+            engine=found.id,
+            publication=what.id,
+            attempt=what.attempt,
+            load_id=what.load_id,
+            cause=cause,
+            detail=detail,
+            staged=True,
+            scenario=what.scenario,
+            adapter=adapter_name(what.scenario, what.load_id),
+        )
+    elif cause == "eviction":
+        event = EngineLeft(engine=found.id, reason=f"no room for {what.scenario} {what.load_id}: {detail}")
+    else:
+        return []
+    return [_debt(found, f"{cause}/{since}", Append(event), since)]
+
+
+def _debt(found: Engine, key: str, effect: Append | LoadAdapter | UnloadAdapter, since: int, about: str = "") -> Debt:
+    """Whatever this boot last said of adapters made it owed anew."""
+    cause = max(since, found.adapted)
+    return Debt(key=f"{key}/{found.adapted}", effect=effect, cause=cause, correlation=about)
+
+
+def _state(found: Engine) -> residency.Residency:
+    assert found.residency is not None
+    return found.residency

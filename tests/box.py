@@ -14,7 +14,8 @@ from typing import Any
 
 import msgspec
 
-from consumers.reef_engine.agent import Agent, Fault
+from consumers.reef_engine.agent import Agent
+from consumers.reef_engine.fault import Fault
 from consumers.reef_publisher.role import Heartbeats, Publisher
 from reef_bus.artifacts import ArtifactStore
 from reef_bus.audit import audit_history, read_history

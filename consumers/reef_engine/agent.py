@@ -15,15 +15,29 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 
+from consumers.reef_engine.adapters import Adapters
+from consumers.reef_engine.fault import Fault
 from consumers.reef_engine.held import Found, Staging, arrived, held
 from consumers.reef_engine.rebase import Live, Rebased, rebase
+from consumers.reef_engine.reports import cause, failed, verified
 from reef_bus.artifacts import ArtifactStore
 from reef_bus.backends import InferenceBackend, Pieces, places
 from reef_bus.config import Config
 from reef_bus.core import reactions
-from reef_bus.core.effects import Debt, Fence, Ingress, Join, Me, Receive, Stage, VerifyHead
+from reef_bus.core.effects import (
+    Debt,
+    Fence,
+    Ingress,
+    Join,
+    LoadAdapter,
+    Me,
+    Receive,
+    Stage,
+    UnloadAdapter,
+    VerifyHead,
+)
 from reef_bus.core.publication import DRAIN, FENCED, STAGED
-from reef_bus.core.serving import may_generate
+from reef_bus.core.serving import Version, may_generate, version
 from reef_bus.core.world import World
 from reef_bus.errors import ContractError, TransferError, Unavailable
 from reef_bus.events import (
@@ -32,8 +46,6 @@ from reef_bus.events import (
     EngineLeft,
     EngineStaged,
     Event,
-    ReceiverFailed,
-    ReceiverVerified,
     Recorded,
 )
 from reef_bus.journal import LOG, Beat, Journal
@@ -45,20 +57,6 @@ from reef_bus.transport import Ticket, Transport, transports
 log = logging.getLogger(__name__)
 
 RENEW_S = 0.02  # how often a lease looks whether the fold has reached the head
-
-
-class Fault:
-    """A switch for demonstrations: after the target with sequence `at` was received, flip one byte, once."""
-
-    def __init__(self, at: int = 0) -> None:
-        self.at = at
-
-    def strike(self, received: Pieces, load_id: str) -> None:
-        if self.at and int(load_id.rpartition(":")[2]) >= self.at:
-            self.at = 0
-            name, piece = sorted(received.items())[-1]
-            piece.data[len(piece.data) // 2] ^= 0x01
-            log.warning("fault switch: flipped a bit of %s after receiving %s", name, load_id)
 
 
 class Agent(Role):
@@ -89,6 +87,7 @@ class Agent(Role):
         )
         self.ingress = asyncio.Lock()
         self.memory = asyncio.Lock()
+        self.adapters = Adapters(me.id, backend, store, config.adapters.most(), fault.strike)
         self.wanted = asyncio.Event()  # whoever has the memory to generate is to give it up, as `pause` says
         self.stop = threading.Event()  # the same for threads, where that is at the next token
         self.pause = DRAIN
@@ -142,6 +141,11 @@ class Agent(Role):
     def beat(self) -> Beat:
         return {"serving": self.serving(), "served": self.served}
 
+    def version(self, scenario: str) -> Version | None:
+        """What a request of that scenario is answered with now, when the gate is open; None: nothing here can."""
+        engine = self.world.membership.engines.get(self.me.id)
+        return version(self.world, engine, scenario) if engine else None
+
     def serving(self) -> str:
         """The load id that this boot may generate with now, or an empty string."""
         head = self.world.publications.head
@@ -152,19 +156,13 @@ class Agent(Role):
     def react(self, world: World, now: int) -> Sequence[Debt]:
         head = world.publications.head
         written = head is not None and self.proven != head.manifest
-        return reactions.engine(world, self.me, self.config.publication.deadlines, written=written)
+        deadlines, lost = self.config.publication.deadlines, self.adapters.lost
+        return reactions.engine(world, self.me, deadlines, written=written, lost=lost)
 
     async def perform(self, debt: Debt, scope: contextlib.AsyncExitStack) -> Event | None:
         match debt.effect:
             case Join():
-                return EngineJoined(
-                    engine=self.me.id,
-                    url=self.url,
-                    backend=self.config.inference.backend,
-                    accepts=self.config.inference.accepts,
-                    modes=(FENCED, STAGED) if self.backend.stages else (FENCED,),
-                    pauses=self.backend.pauses,
-                )
+                return await self._join()
             case Fence() as effect:
                 return await self._fence(effect)
             case Receive() as effect:
@@ -173,7 +171,25 @@ class Agent(Role):
                 return await self._stage(effect)
             case VerifyHead() as effect:
                 return await self._verify(effect)
+            case LoadAdapter() as effect:
+                async with self.ingress:
+                    return await self.adapters.load(effect)
+            case UnloadAdapter() as effect:
+                async with self.ingress:
+                    return await self.adapters.unload(effect)
         raise AssertionError(debt.effect)
+
+    async def _join(self) -> Event:
+        return EngineJoined(
+            engine=self.me.id,
+            url=self.url,
+            backend=self.config.inference.backend,
+            accepts=self.config.inference.accepts,
+            modes=(FENCED, STAGED) if self.backend.stages else (FENCED,),
+            pauses=self.backend.pauses,
+            adapters=self.adapters.most(),
+            resident=await self.adapters.resident(),
+        )
 
     @contextlib.asynccontextmanager
     async def _stopped(self, pause: str) -> AsyncIterator[None]:
@@ -219,10 +235,12 @@ class Agent(Role):
                 moved = await self._move(effect, target, room)
                 found = await self._take(effect, target, room)
             except (TransferError, ContractError) as error:
-                return self._failed(effect, _cause(error), str(error))
+                return failed(self.me.id, effect, cause(error), str(error))
             if found.digest != effect.manifest:
-                return self._failed(effect, "digest", found.differs(target), found.digest)
-        return self._verified(effect.load_id, found, "received", moved, began, effect.publication, effect.attempt)
+                return failed(self.me.id, effect, "digest", found.differs(target), found.digest)
+        return verified(
+            self.me.id, effect.load_id, found, "received", moved, _ms(began), effect.publication, effect.attempt
+        )
 
     async def _room(self, target: Manifest) -> Pieces:
         """Where a version is received while nothing generates."""
@@ -250,9 +268,9 @@ class Agent(Role):
                 beside = await blocking(self._beside, target)
                 found, moved, base = await self._fill(effect, target, beside)
             except (TransferError, ContractError) as error:
-                return self._failed(effect, _cause(error), str(error))
+                return failed(self.me.id, effect, cause(error), str(error))
             if found.digest != effect.manifest:
-                return self._failed(effect, "digest", found.differs(target), found.digest)
+                return failed(self.me.id, effect, "digest", found.differs(target), found.digest)
             self.staged = Staging(effect.load_id, found, places(beside))
         return EngineStaged(
             engine=self.me.id,
@@ -334,7 +352,8 @@ class Agent(Role):
                 if found.digest != effect.manifest:
                     why = f"the head {effect.load_id} was loaded, but {found.differs(target)}"
                     return EngineLeft(engine=self.me.id, reason=why)
-        return self._verified(effect.load_id, found, method, moved, began)
+            await self.adapters.look(self.world)
+        return verified(self.me.id, effect.load_id, found, method, moved, _ms(began))
 
     async def _load(self, effect: VerifyHead, target: Manifest) -> int:
         """The artifact, whose every tensor is hashed on its way; returns the bytes that were read."""
@@ -395,45 +414,6 @@ class Agent(Role):
         self.proven = found.digest
         self.gate()
         return found
-
-    def _verified(
-        self,
-        load_id: str,
-        found: Found,
-        method: str,
-        moved: int,
-        began: float,
-        publication: str = "",
-        attempt: int = 0,
-    ) -> Event:
-        return ReceiverVerified(
-            engine=self.me.id,
-            publication=publication,
-            attempt=attempt,
-            load_id=load_id,
-            manifest=found.digest,
-            method=method,
-            tensors=found.tensors,
-            bytes=moved,
-            ms=_ms(began),
-            algorithm=found.algorithm,
-        )
-
-    def _failed(self, effect: Ingress, cause: str, detail: str, observed: str = "") -> Event:
-        return ReceiverFailed(
-            engine=self.me.id,
-            publication=effect.publication,
-            attempt=effect.attempt,
-            load_id=effect.load_id,
-            cause=cause,
-            detail=detail,
-            observed=observed,
-            staged=isinstance(effect, Stage),
-        )
-
-
-def _cause(error: TransferError | ContractError) -> str:
-    return error.cause if isinstance(error, TransferError) else "artifact"
 
 
 def _now() -> float:

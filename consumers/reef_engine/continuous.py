@@ -15,9 +15,9 @@ from typing import Any
 
 from consumers.reef_engine.agent import Agent
 from consumers.reef_engine.endpoint import MAX_RETRACTIONS, Endpoint, Waiting
-from reef_bus.backends import Answer, Completion, ContinuousBackend, Generated
+from reef_bus.backends import Answer, Completion, ContinuousBackend, Generated, Prompt
 from reef_bus.core.publication import DRAIN, IN_PLACE, RETRACT
-from reef_bus.core.serving import may_continue
+from reef_bus.core.serving import Version, may_continue
 from reef_bus.errors import Rejected, Unavailable
 from reef_bus.events import Span
 
@@ -29,10 +29,12 @@ MAX_REFUTED = 3  # answers to one request that cannot be true; then its gateway 
 
 
 class Part:
-    """A time without a stop in which a request was in hand: under this head, from one point of the fold to another."""
+    """A time without a stop in which a request was in hand: from one point of the fold to another. It is recorded under
+    `load_id`; the engine `named` the whole model that it holds."""
 
-    def __init__(self, load_id: str, as_of: int) -> None:
+    def __init__(self, load_id: str, named: str, as_of: int) -> None:
         self.load_id = load_id
+        self.named = named
         self.as_of = self.done_as_of = as_of
 
 
@@ -42,6 +44,7 @@ class Request:
     def __init__(self, waiting: Waiting) -> None:
         self.waiting = waiting
         self.retractions = self.refuted = 0
+        self.version = Version("")
         self.parts: list[Part] = []
 
     def spans(self, answer: Answer) -> list[Span] | None:
@@ -49,7 +52,7 @@ class Request:
         numbers. In a part that ended before its first token nothing was sampled."""
         versions, found, first = collections.deque(answer.versions), list[Span](), 0
         for part in self.parts:
-            if versions and versions[0][0] == part.load_id:
+            if versions and versions[0][0] == part.named:
                 count = versions.popleft()[1]
                 found.append(Span(part.load_id, first, count, part.as_of, part.done_as_of))
                 first += count
@@ -121,15 +124,27 @@ class Continuous(Endpoint):
         return len(self.in_hand) > before
 
     def _pass_on(self, request: Request) -> None:
-        request.parts = [self._part()]
-        task = asyncio.create_task(self.backend.answer(request.waiting.prompt))
+        version = self.agent.version(request.waiting.prompt.scenario)
+        if version is None:
+            return self.missing(request.waiting)
+        request.version, request.parts = version, [self._part(version)]
+        task = asyncio.create_task(self._ask(request.waiting.named(version)))
         request.waiting.done.add_done_callback(partial(_cancel, task))
         self.in_hand[task] = request
 
-    def _part(self) -> Part:
+    async def _ask(self, prompt: Prompt) -> Answer:
+        with self.agent.adapters.leased(prompt.adapter):
+            return await self.backend.answer(prompt)
+
+    def _part(self, version: Version) -> Part:
+        """An adapter, and what is below it, stays what it is; the whole model is the head's, whichever that is now."""
+        head = self._head()
+        return Part(version.load_id if version.adapter else head, head, self.agent.world.seq)
+
+    def _head(self) -> str:
         head = self.agent.world.publications.head
         assert head is not None  # the gate is open
-        return Part(head.load_id, self.agent.world.seq)
+        return head.load_id
 
     def _next(self) -> Request | None:
         if self.again:
@@ -178,7 +193,7 @@ class Continuous(Endpoint):
             self._refute(request, answer)
 
     def _refute(self, request: Request, answer: Answer) -> None:
-        given = {part.load_id for part in request.parts}
+        given = {part.named for part in request.parts}
         said = f"{len(answer.completion.ids)} tokens by {answer.versions}, sampled under {sorted(given)}"
         request.refuted += 1
         if not given.issuperset(load_id for load_id, _ in answer.versions):
@@ -206,7 +221,7 @@ class Continuous(Endpoint):
         self._take()
         if self._may_go_on():
             for request in self.in_hand.values():
-                request.parts.append(self._part())
+                request.parts.append(self._part(request.version))
         else:
             for task in self.in_hand:
                 task.cancel()
@@ -216,8 +231,8 @@ class Continuous(Endpoint):
         self.halted = False
 
     def _may_go_on(self) -> bool:
-        releases, load_id = self.agent.world.publications.releases, self._part().load_id
-        begun = {request.parts[-1].load_id for request in self.in_hand.values()}
+        releases, load_id = self.agent.world.publications.releases, self._head()
+        begun = {request.parts[-1].named for request in self.in_hand.values()}
         return all(each != load_id and may_continue(releases, each, load_id) for each in begun)
 
     async def _drop(self) -> None:

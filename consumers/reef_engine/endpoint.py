@@ -13,9 +13,11 @@ from typing import NamedTuple
 
 import msgspec
 from aiohttp import web
+from msgspec.structs import replace
 
 from consumers.reef_engine.agent import Agent
 from reef_bus.backends import BOOT_HEADER, Completion, Generated, Prompt
+from reef_bus.core.serving import Version
 from reef_bus.errors import Rejected, Unavailable
 from reef_bus.events import Span
 
@@ -26,6 +28,10 @@ MAX_RETRACTIONS = 3  # of one request: where releases come faster than its answe
 class Waiting(NamedTuple):
     prompt: Prompt
     done: asyncio.Future[Generated]
+
+    def named(self, version: Version) -> Prompt:
+        """The prompt as it is answered by that version."""
+        return replace(self.prompt, adapter=version.adapter)
 
 
 class Endpoint(ABC):
@@ -67,6 +73,12 @@ class Endpoint(ABC):
         self._asked.add(waiting.done)
         waiting.done.add_done_callback(self._asked.discard)
         return waiting.done
+
+    def missing(self, waiting: Waiting) -> None:
+        """Its gateway knows more than we, or less: it is asked elsewhere, or later."""
+        if not waiting.done.done():
+            why = f"boot {self.agent.me.boot} does not hold the adapter of {waiting.prompt.scenario!r}"
+            waiting.done.set_exception(Unavailable(why))
 
     def _ending(self) -> Unavailable:
         return Unavailable(f"boot {self.agent.me.boot} ends")

@@ -13,9 +13,10 @@ from pathlib import Path
 
 from aiohttp import web
 
-from consumers.reef_engine.agent import Agent, Fault
+from consumers.reef_engine.agent import Agent
 from consumers.reef_engine.continuous import Continuous
 from consumers.reef_engine.endpoint import Endpoint
+from consumers.reef_engine.fault import Fault
 from consumers.reef_engine.server import Server
 from reef_bus import process
 from reef_bus.artifacts import ArtifactStore

@@ -6,37 +6,55 @@ What is generated together was checked at one point of the fold.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable
 from typing import Any
 
+from consumers.reef_engine.agent import Agent
 from consumers.reef_engine.endpoint import MAX_RETRACTIONS, Endpoint, Waiting
 from reef_bus.backends import Completion, Generation, Stop
 from reef_bus.core.publication import RETRACT
-from reef_bus.core.serving import may_continue
+from reef_bus.core.serving import Version, may_continue
 from reef_bus.errors import Rejected
 from reef_bus.events import Span
 from reef_bus.runner import blocking
 
 
 class _Batch:
-    """Requests that are generated for together. Once stopped in place, `kept` is what the engine goes on from, and
-    `spans` say of each request what it has so far."""
+    """Requests that are generated for together. Once stopped in place, `kept` is what the engine goes on from, `head`
+    the whole model that it was stopped with, and `spans` say of each request what it has so far. `versions` answer
+    them; an adapter among these is leased as long as anything is kept."""
 
     def __init__(self, *requests: Waiting) -> None:
         self.requests = list(requests)
         self.retractions = 0
+        self.leases = contextlib.ExitStack()
         self.start_over()
 
     def start_over(self) -> None:
         self.kept: Any = None
+        self.head = ""
         self.spans: list[list[Span]] = []
+        self.versions: list[Version] = []
+        self.leases.close()
+
+    def begin(self, agent: Agent, missing: Callable[[Waiting], None]) -> None:
+        """Settle what answers each of them. Those that nothing here can answer are told."""
+        versions = [(each, agent.version(each.prompt.scenario)) for each in self.requests]
+        for waiting in (each for each, version in versions if version is None):
+            missing(waiting)
+        self.requests = [each for each, version in versions if version is not None]
+        self.versions = [version for _, version in versions if version is not None]
+        for version in self.versions:
+            self.leases.enter_context(agent.adapters.leased(version.adapter))
+
+    def go_on(self, head: str) -> None:
+        """With the whole model that is the head now; an adapter, and what is below it, stays what it is."""
+        self.versions = [each if each.adapter else Version(head) for each in self.versions]
 
     def retract(self) -> None:
         self.retractions += 1
         self.start_over()
-
-    def kept_of(self) -> str:
-        """The version that it was stopped with; empty if nothing is kept of it."""
-        return next((spans[-1].load_id for spans in self.spans if self.kept is not None), "")
 
     def gone(self) -> bool:
         """Nobody waits for it. Until it was begun, it is rid of those who do not; later, they take their part to the
@@ -46,12 +64,12 @@ class _Batch:
             self.requests = waiting
         return not waiting
 
-    def add(self, generation: Generation, load_id: str, as_of: int, done_as_of: int) -> None:
+    def add(self, generation: Generation, as_of: int, done_as_of: int) -> None:
         """Enter what was generated in one go."""
         self.kept, self.spans = generation.kept, self.spans or [[] for _ in self.requests]
-        for spans, completion in zip(self.spans, generation.completions, strict=True):
+        for spans, version, completion in zip(self.spans, self.versions, generation.completions, strict=True):
             first = sum(span.count for span in spans)
-            spans.append(Span(load_id, first, len(completion.ids) - first, as_of, done_as_of))
+            spans.append(Span(version.load_id, first, len(completion.ids) - first, as_of, done_as_of))
 
 
 class Server(Endpoint):
@@ -72,6 +90,8 @@ class Server(Endpoint):
                     await self._serve(_Batch(waiting), 1)
             elif not batch.requests[0].done.done():
                 batch.requests[0].done.set_exception(error)
+        finally:
+            batch.leases.close()
 
     async def _served(self, batch: _Batch, most: int) -> bool:
         """Whether everybody has an answer: the gate was open once generation had the memory to itself, and no pause
@@ -88,9 +108,9 @@ class Server(Endpoint):
     def _part(self, batch: _Batch) -> None:
         """What is kept starts over where the head may not go on with it: it had been stopped for another release, maybe
         one that did not come about."""
-        publications, begun = self.agent.world.publications, batch.kept_of()
+        publications, kept = self.agent.world.publications, batch.kept is not None
         head = publications.head
-        if begun and head is not None and not may_continue(publications.releases, begun, head.load_id):
+        if kept and head is not None and not may_continue(publications.releases, batch.head, head.load_id):
             batch.retract()
 
     def _stop(self, batch: _Batch) -> Stop:
@@ -102,16 +122,29 @@ class Server(Endpoint):
     async def _generate(self, batch: _Batch) -> bool:
         """Whether it came to its end. Raises Rejected when the engine refuses one of the prompts; then none was
         answered."""
-        agent, world = self.agent, self.agent.world
-        head = world.publications.head
-        assert head is not None  # the gate is open; a lease may end at any moment, and the batch in hand is finished
-        load_id, as_of = head.load_id, world.seq
-        prompts = [waiting.prompt for waiting in batch.requests]
-        found: Generation = await blocking(agent.backend.generate_until, prompts, self._stop(batch), batch.kept)
-        batch.add(found, load_id, as_of, agent.world.seq)
-        self._answer(batch, found.completions)
-        if batch.kept is not None and agent.pause == RETRACT:
+        self._name(batch)
+        if not batch.requests:
+            return True
+        done = await self._sample(batch)
+        if not done and self.agent.pause == RETRACT:
             batch.retract()
+        return done
+
+    def _name(self, batch: _Batch) -> None:
+        head = self.agent.world.publications.head
+        assert head is not None  # the gate is open; a lease may end at any moment, and the batch in hand is finished
+        if batch.kept is None:
+            batch.begin(self.agent, self.missing)
+        elif head.load_id != batch.head:
+            batch.go_on(head.load_id)
+        batch.head = head.load_id
+
+    async def _sample(self, batch: _Batch) -> bool:
+        agent, as_of = self.agent, self.agent.world.seq
+        prompts = [each.named(version) for each, version in zip(batch.requests, batch.versions, strict=True)]
+        found: Generation = await blocking(agent.backend.generate_until, prompts, self._stop(batch), batch.kept)
+        batch.add(found, as_of, agent.world.seq)
+        self._answer(batch, found.completions)
         return found.kept is None
 
     def _answer(self, batch: _Batch, completions: list[Completion]) -> None:

@@ -6,7 +6,9 @@ Knows: the world. Must not know: processes, addresses' health, or time.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import NamedTuple
 
+from reef_bus.core import residency
 from reef_bus.core.membership import Engine
 from reef_bus.core.publication import FENCED, IN_PLACE, Release
 from reef_bus.core.world import World
@@ -71,3 +73,22 @@ def serving(world: World) -> list[Engine]:
     """The engines that may generate now, by id."""
     engines = world.membership.engines
     return [engines[name] for name in sorted(engines) if may_generate(world, name, engines[name].boot)]
+
+
+class Version(NamedTuple):
+    """What answers a request: the load id that is recorded, and the name of the adapter (empty: the base model)."""
+
+    load_id: str
+    adapter: str = ""
+
+
+def version(world: World, engine: Engine, scenario: str) -> Version | None:
+    """What an engine that may generate answers requests of the scenario (empty: the base model's) with: its head, and
+    nothing else; None where that is an adapter which this boot was not proven to hold."""
+    head = world.publications.head_of(scenario)
+    if head is None or scenario not in ("", world.training.scenario, *world.training.adapters):
+        return None
+    if not head.scenario or not head.parent:
+        return Version(head.load_id)
+    name = residency.served(engine.residency, scenario) if engine.residency else ""
+    return Version(head.load_id, name) if name else None

@@ -17,8 +17,9 @@ from typing import Any
 
 import aiohttp
 
-from consumers.reef_engine.agent import Agent, Fault
+from consumers.reef_engine.agent import Agent
 from consumers.reef_engine.endpoint import Waiting
+from consumers.reef_engine.fault import Fault
 from consumers.reef_engine.server import Server
 from consumers.reef_gateway.recorder import Recorder
 from consumers.reef_gateway.role import Gateway

@@ -15,7 +15,8 @@ import msgspec
 import pytest
 
 from consumers.reef_engine import agent as agent_module
-from consumers.reef_engine.agent import Agent, Fault
+from consumers.reef_engine.agent import Agent
+from consumers.reef_engine.fault import Fault
 from reef_bus.artifacts import ArtifactStore, save_weights
 from reef_bus.backends import Completion, InferenceBackend, Piece, Pieces, Prompt
 from reef_bus.config import Config, Inference

@@ -12,7 +12,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from consumers.reef_engine.agent import Agent, Fault
+from consumers.reef_engine.agent import Agent
+from consumers.reef_engine.fault import Fault
 from reef_bus.artifacts import ArtifactStore, save_weights
 from reef_bus.backends import Prompt
 from reef_bus.config import Config, Publication

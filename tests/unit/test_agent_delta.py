@@ -20,7 +20,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import reef_bus.delta
-from consumers.reef_engine.agent import Agent, Fault
+from consumers.reef_engine.agent import Agent
+from consumers.reef_engine.fault import Fault
 from reef_bus.artifacts import ArtifactStore, save_weights
 from reef_bus.backends import Completion, InferenceBackend, Piece, Pieces, Prompt
 from reef_bus.config import Config, Publication

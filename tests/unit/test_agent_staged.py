@@ -16,7 +16,8 @@ import pytest
 from aiohttp import ClientSession, web
 from aiohttp.test_utils import TestServer
 
-from consumers.reef_engine.agent import Agent, Fault
+from consumers.reef_engine.agent import Agent
+from consumers.reef_engine.fault import Fault
 from consumers.reef_engine.server import Server
 from consumers.reef_engine.torch_backend import TorchEngine
 from reef_bus.artifacts import ArtifactStore, load_weights, save_weights

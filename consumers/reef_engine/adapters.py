@@ -1,0 +1,144 @@
+"""An engine's LoRA adapters: read from the store, loaded beside what is served, proven; and unloaded once nobody asks.
+
+Knows: one backend, the store, the requests in hand. Must not know: what is to be loaded, or to go: the log decides.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import contextlib
+import logging
+from collections.abc import Callable, Iterator
+
+from consumers.reef_engine.reports import cause
+from reef_bus.artifacts import ArtifactStore
+from reef_bus.backends import InferenceBackend, Pieces, Proof
+from reef_bus.core.effects import LoadAdapter, UnloadAdapter
+from reef_bus.core.ids import parse_adapter_name
+from reef_bus.core.world import World
+from reef_bus.errors import ContractError, TransferError
+from reef_bus.events import AdapterLeaked, AdapterUnloaded, EngineLeft, EngineStaged, Event, ReceiverFailed
+from reef_bus.manifest import Manifest
+from reef_bus.runner import blocking
+from reef_bus.stored import read
+
+log = logging.getLogger(__name__)
+
+
+class Adapters:
+    """Of one boot. Whoever calls lets one thing happen at a time; prompts are sampled meanwhile. `received` sees what
+    was read before it is loaded."""
+
+    def __init__(
+        self,
+        engine: str,
+        backend: InferenceBackend,
+        store: ArtifactStore,
+        most: int,
+        received: Callable[[Pieces, str], None],
+    ) -> None:
+        self.engine = engine
+        self.backend = backend
+        self.store = store
+        self.lost: frozenset[str] = frozenset()  # what the log says is held, and the engine does not list
+        self._most = most
+        self._received = received
+        self._leases = collections.Counter[str]()
+        self._released = asyncio.Event()
+
+    def most(self) -> int:
+        """How many of them are held at most."""
+        bound = self.backend.adapters
+        return self._most if bound is None else min(self._most, bound)
+
+    async def resident(self) -> tuple[str, ...]:
+        """Those of ours that a boot finds: an engine that somebody else runs may hold others of its own."""
+        listed = await blocking(self.backend.resident) if self.most() else ()
+        return tuple(sorted(filter(_ours, listed)))
+
+    async def look(self, world: World) -> None:
+        """Whether the engine lists all that it was proven to hold: it may have been another one meanwhile."""
+        found = world.membership.engines.get(self.engine)
+        if found and found.residency and found.residency.slots:
+            proven = frozenset(name for name, slot in found.residency.slots.items() if slot.load_ids)
+            self.lost = proven - await blocking(self.backend.resident)
+
+    @contextlib.contextmanager
+    def leased(self, name: str) -> Iterator[None]:
+        """A request in hand names it, if it names one: it is not unloaded meanwhile."""
+        self._leases[name] += 1
+        try:
+            yield
+        finally:
+            self._leases[name] -= 1
+            if not self._leases[name]:
+                del self._leases[name]
+                self._released.set()
+
+    async def load(self, effect: LoadAdapter) -> Event:
+        began = asyncio.get_running_loop().time()
+        try:
+            manifest: Manifest = Manifest.decode(await blocking(self.store.get, effect.manifest))
+            proof: Proof = await blocking(self._load, effect, manifest)
+        except (TransferError, ContractError) as error:
+            return self._failed(effect, cause(error), str(error))
+        if proof.flaw:
+            return self._failed(effect, "digest", proof.flaw)
+        return EngineStaged(
+            engine=self.engine,
+            publication=effect.publication,
+            attempt=effect.attempt,
+            load_id=effect.load_id,
+            manifest=effect.manifest,
+            tensors=len(manifest.tensors),
+            bytes=0 if effect.held else manifest.total,
+            ms=round((asyncio.get_running_loop().time() - began) * 1000, 3),
+            scenario=effect.scenario,
+            adapter=effect.name,
+            algorithm=proof.algorithm,
+        )
+
+    def _load(self, effect: LoadAdapter, manifest: Manifest) -> Proof:
+        """What is read is hashed on its way; what the engine made of it is the engine's to prove."""
+        if not effect.held:
+            tensors = read(self.store, effect.weights.digest, manifest)
+            self._received(tensors, effect.load_id)
+            self.backend.load_adapter(effect.name, tensors, effect.lora)
+        return self.backend.adapter_proof(effect.name, effect.manifest, effect.lora)
+
+    def _failed(self, effect: LoadAdapter, cause: str, detail: str) -> Event:
+        """A target that cannot be received is the publishers' to judge; what is committed needs a better boot."""
+        if not effect.publication:
+            return EngineLeft(engine=self.engine, reason=f"cannot load adapter {effect.name}: {detail}")
+        return ReceiverFailed(
+            engine=self.engine,
+            publication=effect.publication,
+            attempt=effect.attempt,
+            load_id=effect.load_id,
+            cause=cause,
+            detail=detail,
+            staged=True,
+            scenario=effect.scenario,
+            adapter=effect.name,
+        )
+
+    async def unload(self, effect: UnloadAdapter) -> Event:
+        """New requests do not name it: it is nobody's head."""
+        while self._leases[effect.name]:
+            self._released.clear()
+            await self._released.wait()
+        why: str = await blocking(self.backend.unload_adapter, effect.name)
+        if why:
+            log.warning("%s may still be there: %s", effect.name, why)
+            return AdapterLeaked(engine=self.engine, adapter=effect.name, detail=why)
+        self.lost -= {effect.name}
+        return AdapterUnloaded(engine=self.engine, adapter=effect.name)
+
+
+def _ours(name: str) -> bool:
+    try:
+        parse_adapter_name(name)
+    except ContractError:
+        return False
+    return True

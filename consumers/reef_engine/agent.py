@@ -238,9 +238,8 @@ class Agent(Role):
                 return failed(self.me.id, effect, cause(error), str(error))
             if found.digest != effect.manifest:
                 return failed(self.me.id, effect, "digest", found.differs(target), found.digest)
-        return verified(
-            self.me.id, effect.load_id, found, "received", moved, _ms(began), effect.publication, effect.attempt
-        )
+        of = effect.publication, effect.attempt
+        return verified(self.me.id, effect.load_id, found, "received", moved, _ms(began), *of)
 
     async def _room(self, target: Manifest) -> Pieces:
         """Where a version is received while nothing generates."""

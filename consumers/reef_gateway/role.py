@@ -21,6 +21,7 @@ from typing import Any
 import aiohttp
 import msgspec
 from aiohttp import web
+from msgspec.structs import replace
 
 from consumers.reef_gateway.answers import Reply, chunks, whole
 from consumers.reef_gateway.chat import Call, parse
@@ -100,9 +101,9 @@ class Gateway(Role):
         """A stream begins when its answer is recorded: it is captured whole, or never begins."""
         scenario = self._scenario(request)
         call = await self._call(await request.read())
-        tags = _tags(request)
+        tags, of = _tags(request), scenario if scenario != self.config.scenario else ""
         async with self._deadline():
-            answer = await self.router.generate(call.prompt)
+            answer = await self.router.generate(replace(call.prompt, scenario=of))
             if _hung_up(request):
                 return web.Response(status=499, reason="client closed request")
             record = await self._record(scenario, call, answer, tags)
@@ -214,10 +215,9 @@ class Gateway(Role):
 
     def _scenario(self, request: web.Request) -> str:
         scenario = request.headers.get(SCENARIO, self.config.scenario)
-        if scenario != self.config.scenario:
-            raise Rejected(
-                f"scenario {scenario!r} is not known here; this deployment has {self.config.scenario!r}", 404
-            )
+        known = [self.config.scenario, *self.router.world.training.adapters]
+        if scenario not in known:
+            raise Rejected(f"scenario {scenario!r} is not known here; this deployment has {', '.join(known)}", 404)
         return scenario
 
 

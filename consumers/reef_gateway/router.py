@@ -20,7 +20,7 @@ import msgspec
 from reef_bus.backends import BOOT_HEADER, Generated, Prompt
 from reef_bus.core.membership import Engine
 from reef_bus.core.records import make_up
-from reef_bus.core.serving import may_continue, present, serving
+from reef_bus.core.serving import may_continue, present, serving, version
 from reef_bus.core.world import World
 from reef_bus.errors import Rejected
 from reef_bus.events import Span
@@ -54,22 +54,24 @@ class Router:
         """An answer by a release that this fold shows committed. Waits as long as the caller lets it."""
         pause, failures = BACK_OFF_S, collections.Counter[str]()
         while True:
-            engine = await self._engine(failures)
+            engine = await self._engine(prompt.scenario, failures)
             answer = await self._ask(engine, prompt)
-            if answer and await self._holds(answer):
+            if answer and await self._holds(answer, prompt.scenario):
                 return answer
             failures[engine.boot] += 1
             await asyncio.sleep(pause)
             pause = min(2 * pause, 1.0)
 
-    def able(self) -> list[Engine]:
-        """The engines that may generate and whose process has not ended, as far as this fold shows."""
-        return [engine for engine in serving(self.world) if present(self.world, engine)]
+    def able(self, scenario: str = "") -> list[Engine]:
+        """The engines that may generate, hold what the scenario is answered with, and whose process has not ended, as
+        far as this fold shows."""
+        world = self.world
+        return [e for e in serving(world) if present(world, e) and version(world, e, scenario)]
 
-    async def _engine(self, failures: Mapping[str, int]) -> Engine:
+    async def _engine(self, scenario: str, failures: Mapping[str, int]) -> Engine:
         """One that failed this request comes last: whoever refuses at once also has the fewest in flight."""
         while True:
-            found = self.able()
+            found = self.able(scenario)
             if found:
                 return min(found, key=lambda e: (failures.get(e.boot, 0), self.in_flight.get(e.boot, 0)))
             await self._moved.wait()
@@ -101,17 +103,17 @@ class Router:
                 raise Rejected(f"the engine cannot serve this: {body.decode(errors='replace')[:200]}")
             return msgspec.json.decode(body, type=Generated) if reply.status == 200 else None
 
-    async def _holds(self, answer: Generated) -> bool:
-        """Every load id that the answer names is a committed release: checked again, on a fold as far as the engine's;
+    async def _holds(self, answer: Generated, scenario: str) -> bool:
+        """Every load id that the answer names is a committed release of the scenario: checked again, on a fold as far as the engine's;
         and if it names several, each of its tokens has one, and each of them may go on where the one before stopped."""
         if answer.spans and not make_up(answer.spans, _whole(answer)):
             log.warning("%s boot %s: its spans are not its answer: %s", answer.engine, answer.boot, answer.spans)
             return False
         while self.world.seq < max([answer.as_of, *(span.as_of for span in answer.spans)]):
             await self._moved.wait()
-        releases = self.world.publications.releases
-        load_ids = [answer.load_id, *(span.load_id for span in answer.spans)]
-        committed = releases.keys() >= set(load_ids)
+        published = self.world.publications
+        releases, load_ids = published.releases, [answer.load_id, *(span.load_id for span in answer.spans)]
+        committed = all(published.release(scenario, load_id) for load_id in load_ids)
         if committed and all(may_continue(releases, begun, load_id) for begun, load_id in pairwise(load_ids)):
             return True
         log.warning("%s boot %s: it names %s, not committed or not in place", answer.engine, answer.boot, load_ids)

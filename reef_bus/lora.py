@@ -16,10 +16,8 @@ from torch import Tensor, nn
 
 from reef_bus.errors import Rejected
 from reef_bus.events import Lora
+from reef_bus.peft_names import layer_of, meant, pair
 from reef_bus.policy import Linear, Policy
-
-PREFIX = "base_model.model."
-"""What PEFT puts before a layer's name."""
 
 
 class LowRank(nn.Module):
@@ -41,7 +39,7 @@ def adapted(policy: Policy, tensors: Mapping[str, Tensor], lora: Lora) -> Policy
     found = copy.deepcopy(policy, shared)
     for name, layer in targeted(policy, lora).items():
         parent, _, last = name.rpartition(".")
-        a, b = (tensors[each] for each in _pair(name))
+        a, b = (tensors[each] for each in pair(name))
         setattr(found.get_submodule(parent), last, LowRank(layer, a, b, lora.alpha / lora.rank))
     return found
 
@@ -51,7 +49,7 @@ def beside(policy: Policy) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     for name, layer in policy.named_modules():
         if isinstance(layer, LowRank):
-            found.update(zip(_pair(name), (layer.a, layer.b), strict=True))
+            found.update(zip(pair(name), (layer.a, layer.b), strict=True))
     return found
 
 
@@ -59,8 +57,8 @@ def shapes(policy: Policy, lora: Lora) -> dict[str, torch.Size]:
     """Exactly the tensors of an adapter of this policy, in the policy's order. Raises as `targeted`."""
     found: dict[str, torch.Size] = {}
     for name, layer in targeted(policy, lora).items():
-        pair = torch.Size((lora.rank, layer.in_features)), torch.Size((layer.out_features, lora.rank))
-        found.update(zip(_pair(name), pair, strict=True))
+        both = torch.Size((lora.rank, layer.in_features)), torch.Size((layer.out_features, lora.rank))
+        found.update(zip(pair(name), both, strict=True))
     return found
 
 
@@ -69,7 +67,7 @@ def zero_adapter(of: Mapping[str, torch.Size], seed: int) -> dict[str, Tensor]:
     zero. The seed alone decides the bytes, on every machine."""
     generator = torch.Generator().manual_seed(seed)
     return {
-        name: torch.zeros(shape) if name.endswith("lora_B.weight") else _uniform(shape, generator)
+        name: torch.zeros(shape) if layer_of(name)[1] == "B" else _uniform(shape, generator)
         for name, shape in of.items()
     }
 
@@ -86,19 +84,10 @@ def targeted(policy: Policy, lora: Lora) -> dict[str, Linear]:
     if lora.rank < 1 or lora.alpha < 1:
         raise Rejected(f"found rank {lora.rank}, alpha {lora.alpha}; expected both to be 1 or more")
     layers = {name: layer for name, layer in policy.named_modules() if isinstance(layer, Linear)}
-    found = {name: layer for name, layer in layers.items() if any(_meant(name, each) for each in lora.targets)}
-    if lost := [each for each in lora.targets if not any(_meant(name, each) for name in found)]:
+    found = {name: layer for name, layer in layers.items() if any(meant(name, each) for each in lora.targets)}
+    if lost := [each for each in lora.targets if not any(meant(name, each) for name in found)]:
         ends = sorted({name.rpartition(".")[2] for name in layers})
         raise Rejected(f"target {lost[0]!r} names no linear layer of the model; it has {', '.join(ends)}")
     if not found:
         raise Rejected("an adapter without targets changes nothing; name at least one linear layer")
     return found
-
-
-def _meant(name: str, target: str) -> bool:
-    """As PEFT understands `target_modules`: a layer's whole name, or how it ends."""
-    return name == target or name.endswith(f".{target}")
-
-
-def _pair(name: str) -> tuple[str, str]:
-    return f"{PREFIX}{name}.lora_A.weight", f"{PREFIX}{name}.lora_B.weight"

@@ -16,7 +16,7 @@ from torch import nn
 from consumers.reef_trainer.torch_backend import Hyper, State, Tensors, TorchTrainer, fresh, policy_shapes, read_tensors
 from reef_bus.errors import ContractError
 from reef_bus.events import Lora
-from reef_bus.lora import PREFIX, shapes, zero_adapter
+from reef_bus.lora import shapes, zero_adapter
 from reef_bus.policy import Policy, PolicyConfig, fill
 
 
@@ -53,10 +53,8 @@ def _injected(policy: Policy, lora: Lora, expected: Mapping[str, torch.Size]) ->
     with torch.random.fork_rng(devices=[]):  # PEFT draws first values from the global generator; they are never used
         inject_adapter_in_model(wanted, policy)
     trained = {name: parameter for name, parameter in policy.named_parameters() if parameter.requires_grad}
-    found = {PREFIX + name.replace(".default.", "."): parameter for name, parameter in trained.items()}
+    found = {"base_model.model." + name.replace(".default.", "."): parameter for name, parameter in trained.items()}
     if {name: parameter.shape for name, parameter in found.items()} != dict(expected):
         wrong = sorted(found.keys() ^ expected.keys()) or sorted(found)
-        raise ContractError(
-            f"PEFT's adapter of this model is not ours: {wrong[:4]}; install a version of the extra lora"
-        )
+        raise ContractError(f"PEFT's adapter of this model is not ours: {wrong[:4]}; install what the extra lora says")
     return {name: found[name] for name in expected}

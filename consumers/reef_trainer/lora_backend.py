@@ -22,7 +22,8 @@ from reef_bus.policy import Policy, PolicyConfig, fill
 
 class LoraTrainer(TorchTrainer):
     """Trains adapters of one base model, each a state of its own. All of them take turns on one copy of the base and
-    one set of adapter parameters, which is filled anew for every step: nothing of a state is ever in it for good."""
+    one set of adapter parameters, which is filled anew for every step: nothing of a state is ever in it for good. The
+    hyperparameters' seed draws what `initial` gives; rank, alpha and targets are the same for all."""
 
     def __init__(self, config: PolicyConfig, base: Path, lora: Lora, hyper: Hyper | None = None) -> None:
         """`base`: a safetensors file with the whole base model; it is read once, here, and may go then. Raises

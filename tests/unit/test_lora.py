@@ -8,12 +8,14 @@ from __future__ import annotations
 import gc
 import hashlib
 import math
+import random
 import weakref
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from msgspec.structs import replace
 from safetensors.torch import load, load_file, save, save_file
 from torch import Tensor
 
@@ -26,7 +28,7 @@ from reef_bus.events import Lora
 from reef_bus.lora import adapted, shapes, targeted, zero_adapter
 from reef_bus.manifest import describe
 from reef_bus.policy import Policy, PolicyConfig, new_policy, pieces
-from tests.unit.test_torch_backends import TIMELESS, batch, digest, push, saved, whole_digest
+from tests.unit.test_torch_backends import TIMELESS, ask, batch, digest, judge, push, saved, whole_digest
 
 ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 CONFIG, LORA = PolicyConfig(qk_norm=True, init_std=0.1), Lora(8, 32, ALL)
@@ -321,3 +323,33 @@ def greedy(policy: Policy) -> tuple[int, ...]:
         for _ in range(PROMPT.max_tokens):
             ids.append(int(policy(torch.tensor([ids]))[0, -1].argmax()))
     return tuple(ids[len(PROMPT.ids) :])
+
+
+VERIFIERS: dict[str, Callable[[int], int]] = {"digit": lambda digit: digit, "successor": lambda digit: (digit + 1) % 10}
+
+
+def test_two_adapters_learn_two_tasks_over_one_frozen_base(tmp_path: Path) -> None:
+    """Sampled by one engine, in the same batches; they take turns in one trainer. The base is random, and drawn wide:
+    its output head, beside which no adapter stands, bounds how sure an answer can be."""
+    config, lora, chance = PolicyConfig(qk_norm=True, init_std=0.1, hidden=128, ffn=256), LORA, random.Random(0)
+    wide = new_policy(config, 0)
+    save_file({name: each.detach() for name, each in wide.named_parameters()}, tmp_path / "base")
+    trainer, engine = (
+        LoraTrainer(config, tmp_path / "base", lora, Hyper(lr=5e-3)),
+        engine_over(tmp_path / "base", config),
+    )
+    states = dict.fromkeys(VERIFIERS, trainer.initial())
+    rewards: dict[str, list[float]] = {task: [] for task in VERIFIERS}
+    for version in range(18):
+        names = {task: f"{task}-{version}" for task in states}
+        for task, state in states.items():
+            engine.load_adapter(names[task], trainer.weights(state), lora)
+        asked = {task: ask(chance, version) for task in states}
+        prompts = [replace(prompt, adapter=names[task]) for task in states for _, prompt in asked[task]]
+        answers = iter(engine.generate(prompts))
+        for task in states:
+            samples = judge(asked[task], [next(answers) for _ in asked[task]], VERIFIERS[task])
+            states[task], metrics = trainer.train(states[task], samples, version)
+            rewards[task].append(metrics["reward_mean"])
+            assert engine.unload_adapter(names[task]) == ""
+    assert all(found[0] < 0.2 and max(found) > 0.9 for found in rewards.values()), rewards

@@ -58,6 +58,11 @@ def _demo() -> argparse.ArgumentParser:
         help="what the engines are: a sampler in torch, or a real SGLang server each, which must be installed (torch)",
     )
     parser.add_argument(
+        "--lora",
+        action="store_true",
+        help="two scenarios with another task each, whose LoRA adapters take turns over one frozen base model",
+    )
+    parser.add_argument(
         "--mode", choices=("fenced", "staged"), help="engines stop for the transfer (fenced), or only to swap (staged)"
     )
     parser.add_argument(

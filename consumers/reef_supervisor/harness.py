@@ -85,9 +85,11 @@ def _questions(seed: int) -> Iterator[tuple[str, str]]:
 
 
 @contextlib.asynccontextmanager
-async def harness(url: str, model: str, seed: int, task: str = "digit") -> AsyncIterator[Harness]:
+async def harness(
+    url: str, model: str, seed: int, task: str = "digit", scenario: str | None = None
+) -> AsyncIterator[Harness]:
     """A harness with its own connections; it has stopped when the context ends."""
-    async with connect(url, model) as producer:
+    async with connect(url, model, scenario) as producer:
         found = Harness(producer, seed, task)
         try:
             yield found

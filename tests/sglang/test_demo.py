@@ -17,7 +17,8 @@ import torch
 from pytest import CaptureFixture
 
 from consumers.reef_supervisor.commands import _demo as arguments
-from consumers.reef_supervisor.demo import Demo, _check, _config
+from consumers.reef_supervisor.demo import Demo
+from consumers.reef_supervisor.demo_config import check, configured
 from consumers.reef_supervisor.deployment import Deployment
 from consumers.reef_supervisor.harness import Harness
 from reef_bus.artifacts import ArtifactStore
@@ -133,5 +134,5 @@ def test_a_policy_learns_on_two_real_servers_through_three_kills(tmp_path: Path,
 def asked(words: list[str]) -> tuple[argparse.Namespace, Config]:
     """As the command line reads it."""
     found = arguments().parse_args(words)
-    _check(found)
-    return found, _config(found, None)
+    check(found)
+    return found, configured(found, None)

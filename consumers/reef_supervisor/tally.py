@@ -34,6 +34,7 @@ class Tally:
         self.committed: list[str] = []
         self.releases: dict[str, int] = defaultdict(int)  # by scenario
         self._targets: dict[str, int] = {}
+        self._adapters: set[str] = set()
         self._selected: dict[str, int] = {}
         self._commits: dict[str, int] = {}
         self._resumed: set[tuple[str, str]] = set()
@@ -49,8 +50,9 @@ class Tally:
         match recorded.event:
             case CandidateSelected(candidate=candidate):
                 self._selected[candidate] = recorded.time
-            case TargetPersisted(load_id=load_id, candidate=candidate):
+            case TargetPersisted(load_id=load_id, candidate=candidate, lora=lora):
                 self._targets[load_id] = recorded.time
+                self._adapters |= {load_id} if lora else set()
                 self._selected[load_id] = self._selected.get(candidate, recorded.time)
             case EngineStaged(bytes=moved):
                 self.bytes += moved
@@ -62,6 +64,8 @@ class Tally:
             case ReleaseCommitted(load_id=load_id, evidence=evidence, scenario=scenario):
                 self.verified += len(evidence)
                 self._commits[load_id] = recorded.time
+                if load_id in self._adapters:  # whoever asks from here on is answered with it
+                    self._serving_ms[load_id].append((recorded.time - self._selected[load_id]) / MS)
                 if recorded.time >= self.since:
                     self.committed.append(load_id)
                     self.releases[scenario] += 1

@@ -83,7 +83,7 @@ class Watched(Demo):
         return ArtifactStore(self.config.artifact_root())
 
     def policies(self, shape: PolicyConfig) -> dict[Named, Policy]:
-        """The trainer's model with what each release's artifact holds; an adapter is added to the base model's weights."""
+        """The trainer's model with what each release's artifact holds; an adapter is added to the base's weights."""
         origin = next(load_id for scenario, load_id in self.releases if not scenario)
         base = self._tensors(self.releases["", origin])
         return {

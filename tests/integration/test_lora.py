@@ -1,4 +1,4 @@
-"""Two scenarios that train adapters over one frozen base: all processes are real, three are killed, one byte is flipped."""
+"""Two scenarios that train adapters over one frozen base. All processes are real; three are killed, a byte is flipped."""
 
 from __future__ import annotations
 
@@ -61,7 +61,8 @@ def test_an_adapter_with_a_flipped_byte_is_named_by_tensor_and_never_counts(
     failures = [r for r in demo.history.log if isinstance(r.event, ReceiverFailed)]
     assert said["audit_violations"] == 0 and len(failures) == 1
     (failed,) = failures
-    assert isinstance(event := failed.event, ReceiverFailed)
+    event = failed.event
+    assert isinstance(event, ReceiverFailed)
     assert (event.engine, event.cause, "lora_" in event.detail) == ("engine-1", "digest", True)
     for recorded in demo.history.log:
         if isinstance(commit := recorded.event, ReleaseCommitted) and commit.load_id == event.load_id:

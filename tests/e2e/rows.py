@@ -41,10 +41,10 @@ NOT_MADE = {
     "RecoveryHalted": "needs the restart budget, which this run raises",
     "RecoveryResumed": "needs a component that was given up, as RecoveryHalted does",
     "RecoveryResumeRequested": "as RecoveryResumed",
-    "AdapterRegistered": "needs adapters.scenarios: this deployment trains the whole model. A matrix of adapters would be a "
-    "second kind of deployment, as `staged` is: two scenarios over one base, rows for this event (fresh), for targets, "
-    "stagings and commits of adapters, and for unloads; simulated with all its faults in tests/simulation/adapters.py",
-    "AdapterUnloaded": "as AdapterRegistered; there, adapters.capacity of 3 makes every release unload one",
+    "AdapterRegistered": "needs adapters.scenarios, and this deployment trains the whole model. A matrix of adapters is "
+    "a third kind of deployment beside fenced and staged: two scenarios over one base, a row for this event (fresh), for "
+    "targets, stagings, commits and rollbacks of adapters, and for unloads; tests/simulation has all of these",
+    "AdapterUnloaded": "as AdapterRegistered; with adapters.capacity 3, nearly every release then has one",
     "AdapterLeaked": "as AdapterRegistered, and needs an engine that keeps what it was told to unload; unit tests",
     "InferenceRecorded": "is not on LOG",
     "ReportReceived": "is not on LOG",

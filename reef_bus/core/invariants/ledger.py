@@ -125,10 +125,6 @@ def _register(ledger: Ledger, recorded: Recorded, event: ScenarioRegistered) -> 
 def _register_adapter(ledger: Ledger, recorded: Recorded, event: AdapterRegistered) -> None:
     """Its release 0 is the base model, and its content the adapter that changes nothing."""
     origin, scenario = adapter_base(event.scenario), event.scenario
-    if ledger.jobs:
-        text = f"LOG {recorded.seq} freezes the base model for {scenario}, after {ledger.jobs} jobs had trained it"
-        if not ledger.tips:
-            ledger.findings.add("frozen", text, [recorded.seq])
     ledger.contents[origin] = Content("", event.manifest, event.weights, scenario)
     ledger.selected[origin], ledger.ended[origin] = recorded.seq, "committed"
     ledger.tips[scenario] = ledger.origins[scenario] = origin

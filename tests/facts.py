@@ -7,7 +7,11 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
+from reef_bus.core.ids import adapter_base, adapter_name
 from reef_bus.events import (
+    AdapterLeaked,
+    AdapterRegistered,
+    AdapterUnloaded,
     Blob,
     CandidateEvaluated,
     CandidateReady,
@@ -28,6 +32,7 @@ from reef_bus.events import (
     JobRestoreRequested,
     JobStarted,
     LogOpened,
+    Lora,
     Member,
     PromotionRequested,
     PublicationHalted,
@@ -403,3 +408,117 @@ def released(n: int, candidate: str, *members: Member) -> tuple[Step, ...]:
         *(verified(each.engine, n, candidate) for each in members),
         committed(n, candidate, *members),
     )
+
+
+# -- adapters: two scenarios over one base model that is frozen; loads of both are numbered in one row
+
+MATH, CODE = "math", "code"
+LORA = Lora(8, 16, ("q_proj", "v_proj"))
+NO_LORA: dict[str, str] = {MATH: adapter_base(MATH), CODE: adapter_base(CODE)}
+"""By scenario: the candidate that changes nothing."""
+
+
+def name(scenario: str, n: int) -> str:
+    """What an engine calls this load."""
+    return adapter_name(scenario, L(n))
+
+
+def adapter_registered(scenario: str, base_manifest: str = digest("base")) -> AdapterRegistered:
+    origin = NO_LORA.get(scenario, adapter_base(scenario))
+    return AdapterRegistered(
+        scenario=scenario,
+        base_manifest=base_manifest,
+        lora=LORA,
+        weights=blob(origin),
+        optimizer=None,
+        manifest=digest(origin),
+        tensor_bytes=4,
+    )
+
+
+def joined_with(engine: str, adapters: int | None = 3, resident: tuple[str, ...] = ()) -> EngineJoined:
+    """An engine with room for so many adapters."""
+    return replace(joined(engine), adapters=adapters, resident=resident)
+
+
+def of(scenario: str, *steps: Step) -> tuple[Step, ...]:
+    """The same, said of another scenario."""
+    return tuple(replace(step, scenario=scenario) for step in steps)  # type: ignore[call-overload]
+
+
+def adapter_trained(scenario: str, candidate: str, base: str = "", step: int = 1) -> tuple[Step, ...]:
+    return of(scenario, *trained(candidate, base or NO_LORA[scenario], step))
+
+
+def adapter_target(
+    scenario: str, n: int, candidate: str, *members: Member, parent: int = 0, request: int = 0
+) -> TargetPersisted:
+    return replace(
+        target(n, candidate, *members, parent=parent),
+        scenario=scenario,
+        sender="artifact",
+        transport="files",
+        mode="staged",
+        request=request,
+        lora=LORA,
+    )
+
+
+def adapter_staged(
+    engine: str, scenario: str, n: int, candidate: str, attempt: int = 1, adapter: str = "", manifest: str = ""
+) -> EngineStaged:
+    """A member's word on an attempt: it holds the adapter, and under which name."""
+    word = staged(engine, n, candidate, attempt, manifest)
+    return replace(word, scenario=scenario, adapter=adapter or name(scenario, n))
+
+
+def adapter_caught_up(engine: str, scenario: str, n: int, candidate: str, adapter: str = "") -> EngineStaged:
+    """Outside of any publication: it holds what is committed."""
+    word = adapter_staged(engine, scenario, n, candidate, adapter=adapter)
+    return replace(word, publication="", attempt=0)
+
+
+def adapter_failed(engine: str, scenario: str, n: int, attempt: int = 1, adapter: str = "") -> ReceiverFailed:
+    word = failed(engine, n, attempt)
+    return replace(word, staged=True, scenario=scenario, adapter=adapter or name(scenario, n))
+
+
+def unloaded(engine: str, adapter: str, detail: str = "") -> AdapterUnloaded:
+    return AdapterUnloaded(engine=engine, adapter=adapter, detail=detail)
+
+
+def leaked(engine: str, adapter: str) -> AdapterLeaked:
+    return AdapterLeaked(engine=engine, adapter=adapter, detail="it is listed still")
+
+
+def adapter_rollback_asked(scenario: str, to: int, on: int) -> RollbackRequested:
+    return replace(rollback_asked(to, on), scenario=scenario)
+
+
+def adapter_committed(
+    scenario: str, n: int, candidate: str, *members: Member, attempt: int = 1, parent: int = 0
+) -> ReleaseCommitted:
+    return replace(committed(n, candidate, *members, attempt=attempt, parent=parent), scenario=scenario)
+
+
+def adapter_released(
+    scenario: str, n: int, candidate: str, *members: Member, parent: int = 0, request: int = 0
+) -> tuple[Step, ...]:
+    """A publication that goes well, from its target to its commit: nobody stops, and nobody sends."""
+    return (
+        adapter_target(scenario, n, candidate, *members, parent=parent, request=request),
+        *(adapter_staged(each.engine, scenario, n, candidate) for each in members),
+        adapter_committed(scenario, n, candidate, *members, parent=parent),
+    )
+
+
+FROZEN: tuple[Step, ...] = (
+    *REGISTERED,
+    adapter_registered(MATH),
+    adapter_registered(CODE),
+    joined_with("e0"),
+    joined_with("e1"),
+    holds("e0", 0, "base"),
+    holds("e1", 0, "base"),
+)
+"""Sequences 1 to 9: both engines hold the base model, and answer both scenarios with it."""

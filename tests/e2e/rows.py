@@ -41,6 +41,11 @@ NOT_MADE = {
     "RecoveryHalted": "needs the restart budget, which this run raises",
     "RecoveryResumed": "needs a component that was given up, as RecoveryHalted does",
     "RecoveryResumeRequested": "as RecoveryResumed",
+    "AdapterRegistered": "needs adapters.scenarios, and this deployment trains the whole model. A matrix of adapters "
+    "is a third kind of deployment beside fenced and staged: two scenarios over one base, a row for this event (fresh) "
+    "for targets, stagings, commits and rollbacks of adapters, and for unloads; tests/simulation has all of these",
+    "AdapterUnloaded": "as AdapterRegistered; with adapters.capacity 3, nearly every release then has one",
+    "AdapterLeaked": "as AdapterRegistered, and needs an engine that keeps what it was told to unload; unit tests",
     "InferenceRecorded": "is not on LOG",
     "ReportReceived": "is not on LOG",
 }

@@ -25,7 +25,10 @@ HANDS = ("reject", "drop", "no_room", "no_artifact", "no_swap", "repeat")
 second copy that cannot be swapped in; a harness that says everything twice."""
 KINDS = (*STRIKES, *APPENDS, *TRANSFERS, *HANDS)
 
-EVENTS = tuple(name for name, event in CATALOGUE.items() if event.family != "record")
+ADAPTERS = ("AdapterRegistered", "AdapterUnloaded", "AdapterLeaked")
+EVENTS = tuple(name for name, event in CATALOGUE.items() if event.family != "record" and name not in ADAPTERS)
+"""Of deployments that train the whole model. What a seed draws depends on how many they are: those of `ADAPTERS` stand
+apart, so that older seeds keep their histories."""
 REQUESTS = tuple(name for name, event in CATALOGUE.items() if event.family == "operator")
 
 RARE = (

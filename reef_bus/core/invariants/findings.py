@@ -17,7 +17,8 @@ class Violation(msgspec.Struct, frozen=True, kw_only=True):
 
     `invariant` is a number of section 8, or a name: `fold` (the log contradicts itself), `gap` (a stream's sequences
     have holes), `decision` (something undecided was published), `report` (reports that point nowhere, or changed),
-    `reward` (a job trained on other figures than were recorded).
+    `reward` (a job trained on other figures than were recorded), `frozen` (the base model of adapters was trained or
+    published), `adapter` (one was told to go that answers requests, or came in another way than adapters do).
     """
 
     invariant: int | str
@@ -46,9 +47,9 @@ class Audit(msgspec.Struct, frozen=True, kw_only=True):
     """The whole result; clean if and only if `violations` is empty.
 
     `releases` are commits, `releases_with_base` counts release 0 too; `receivers_verified` the proofs that commits
-    name; `consumed` the records of `jobs`; `engines` recorded answers by engine; `rewards` by load id. `unchecked`
-    says what could not be judged, and why. `open` is what the history ends in the middle of: invariant 12 is about
-    histories that are over, so these are notices.
+    name; `consumed` the records of `jobs`; `engines` recorded answers by engine; `rewards` by load id; `finals` are
+    those of the scenarios that train adapters. `unchecked` says what could not be judged, and why. `open` is what the
+    history ends in the middle of: invariant 12 is about histories that are over, so these are notices.
     """
 
     violations: tuple[Violation, ...]
@@ -64,6 +65,7 @@ class Audit(msgspec.Struct, frozen=True, kw_only=True):
     engines: dict[str, int]
     rewards: dict[str, Rewards]
     final: Final
+    finals: dict[str, Final]
     unchecked: tuple[str, ...]
     open: tuple[str, ...]
 

@@ -1,25 +1,23 @@
-"""The ledger: invariants 3, 4, 5, 7, 8 and 10 from raw events, so that the fold's own checks are not their own judge.
+"""The ledger: what each raw event is an entry of, so that the fold's own checks are not their own judge.
 
-Knows: events that count, one after the other. Must not know: the world, or the code that decides on a release.
-
-A `ReceiverVerified` of another digest is an observation and legal; to count it as a proof is not. So digests are
-compared where something is made of them: in targets, in commits, in the reports that commits name.
+Knows: events that count, one after the other. Must not know: the world, or the code that decides on a release. What
+is wrong with a target or a commit, `releases.py` says; what engines hold of adapters, `holdings.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
-import msgspec
-
-from reef_bus.core.ids import BASE, LoadId, parse_load_id
-from reef_bus.core.invariants.findings import Findings
-from reef_bus.core.invariants.records import Answers, Batches, consume
-from reef_bus.core.start import Start
-from reef_bus.errors import ContractError
+from reef_bus.core.ids import BASE, LoadId, adapter_base
+from reef_bus.core.invariants import holdings
+from reef_bus.core.invariants.records import consume
+from reef_bus.core.invariants.releases import commit, target
+from reef_bus.core.invariants.state import Content, Ledger, Open, Said
 from reef_bus.events import (
-    Blob,
+    AdapterLeaked,
+    AdapterRegistered,
+    AdapterUnloaded,
     CandidateReady,
     CandidateRejected,
     CandidateSelected,
@@ -27,12 +25,10 @@ from reef_bus.events import (
     EngineJoined,
     EngineStaged,
     Event,
-    Evidence,
     JobDiscarded,
     JobDispatched,
     JobDropped,
     LogOpened,
-    Member,
     PublicationHalted,
     PublicationRefused,
     ReceiverFailed,
@@ -44,84 +40,6 @@ from reef_bus.events import (
     TargetPersisted,
     TransferAborted,
 )
-
-SUPERSEDED = "superseded"  # the one refusal that a base chain may pass through
-
-
-class Content(msgspec.Struct, frozen=True, gc=False):
-    """What a candidate was trained from, and what it must hash to."""
-
-    base: str
-    manifest: str
-    weights: Blob
-
-
-class Said(msgspec.Struct, frozen=True, gc=False):
-    """A member's first report on an attempt."""
-
-    seq: int
-    event: EngineStaged | ReceiverVerified | ReceiverFailed
-
-
-class Open(msgspec.Struct, frozen=True, gc=False):
-    """The open publication, its current attempt and that attempt's membership."""
-
-    target: TargetPersisted
-    attempt: int
-    members: tuple[Member, ...]
-
-
-Word = tuple[str, str, int]
-"""(boot, publication, attempt): whose word, and on what."""
-
-Wrong = Iterator[tuple[int | str, str]]
-"""Invariants with what was found instead."""
-
-
-class Ledger(msgspec.Struct, kw_only=True):
-    """What the events said so far. `ended` says how a candidate ended; `held` is what each boot last proved since its
-    last fence; `stops` are, by boot, the proofs of what it had not held, for which nothing may be in hand, and the
-    fences raised for the attempt that was then open: a stale one, stored late, proves no drain."""
-
-    findings: Findings
-    answers: Answers
-    batches: Batches | None
-    incarnation: str = ""
-    sequence: int = 0
-    head: str = ""
-    head_candidate: str = ""
-    digests: dict[str, str] = {}
-    contents: dict[str, Content] = {}
-    selected: dict[str, int] = {}
-    ended: dict[str, str] = {}
-    refused: dict[str, int] = {}
-    targeted: dict[str, int] = {}
-    releases: dict[str, str] = {}
-    rollbacks: dict[int, RollbackRequested] = {}
-    publications: dict[str, str] = {}
-    open: Open | None = None
-    job: str = ""
-    reports: dict[Word, Said] = {}
-    fences: dict[Word, int] = {}
-    held: dict[str, tuple[str, str]] = {}
-    stops: dict[str, list[int]] = {}
-    engines: set[str] = set()
-    jobs: int = 0
-    commits: int = 0
-    proofs: int = 0
-
-
-def seed(ledger: Ledger, start: Start) -> None:
-    """Take up what the predecessor's log had shown, which is audited with that log."""
-    ledger.sequence, ledger.head, ledger.ended = start.sequence, start.head, dict(start.ended)
-    ledger.selected = dict.fromkeys((BASE, *start.selected), start.seq) if start.scenario else {}
-    for candidate in start.candidates:
-        ledger.contents[candidate.id] = Content(candidate.base, candidate.manifest, candidate.weights)
-    for release in start.releases:
-        ledger.digests[release.load_id] = release.manifest
-        if release.load_id == start.head:
-            ledger.head_candidate = release.candidate
-    ledger.answers.begin, ledger.answers.floor, ledger.answers.taken = start.seq, start.floor, frozenset(start.taken)
 
 
 def note(ledger: Ledger, recorded: Recorded) -> None:
@@ -144,6 +62,18 @@ def _ask(ledger: Ledger, recorded: Recorded, event: RollbackRequested) -> None:
 
 def _join(ledger: Ledger, recorded: Recorded, event: EngineJoined) -> None:
     ledger.engines.add(event.engine)
+    holdings.join(ledger.holdings, recorded, event)
+
+
+def _stage(ledger: Ledger, recorded: Recorded, event: EngineStaged) -> None:
+    _report(ledger, recorded, event)
+    if event.adapter:
+        flaw = holdings.stage(ledger.holdings, recorded, event, ledger.findings)
+        ledger.misproved.setdefault((recorded.boot, event.publication, event.attempt), flaw)
+
+
+def _unload(ledger: Ledger, recorded: Recorded, event: AdapterUnloaded | AdapterLeaked) -> None:
+    holdings.unload(ledger.holdings, recorded, event, ledger.findings)
 
 
 def _report(ledger: Ledger, recorded: Recorded, event: EngineStaged | ReceiverVerified | ReceiverFailed) -> None:
@@ -153,6 +83,8 @@ def _report(ledger: Ledger, recorded: Recorded, event: EngineStaged | ReceiverVe
         _prove(ledger, recorded, event)
     elif type(event) is ReceiverFailed and not event.staged:
         ledger.held.pop(recorded.boot, None)
+    elif type(event) is ReceiverFailed:
+        holdings.fail(ledger.holdings, recorded, event)
 
 
 def _prove(ledger: Ledger, recorded: Recorded, event: ReceiverVerified) -> None:
@@ -190,7 +122,19 @@ def _register(ledger: Ledger, recorded: Recorded, event: ScenarioRegistered) -> 
     ledger.selected[BASE], ledger.ended[BASE] = recorded.seq, "committed"
 
 
+def _register_adapter(ledger: Ledger, recorded: Recorded, event: AdapterRegistered) -> None:
+    """Its release 0 is the base model, and its content the adapter that changes nothing."""
+    origin, scenario = adapter_base(event.scenario), event.scenario
+    ledger.contents[origin] = Content("", event.manifest, event.weights, scenario)
+    ledger.selected[origin], ledger.ended[origin] = recorded.seq, "committed"
+    ledger.tips[scenario] = ledger.origins[scenario] = origin
+    ledger.holdings.loras[scenario] = event.lora
+    ledger.holdings.heads[scenario] = [(recorded.seq, str(LoadId(ledger.incarnation, 0)))]
+
+
 def _dispatch(ledger: Ledger, recorded: Recorded, event: JobDispatched) -> None:
+    if ledger.tips:
+        _dispatch_adapter(ledger, recorded, event)
     if ledger.job:
         text = f"job {event.job} is dispatched while {ledger.job} is open; expected at most one open job"
         ledger.findings.add(8, text, [recorded.seq])
@@ -199,8 +143,20 @@ def _dispatch(ledger: Ledger, recorded: Recorded, event: JobDispatched) -> None:
         consume(ledger.answers, ledger.batches, recorded.seq, event, ledger.findings)
 
 
+def _dispatch_adapter(ledger: Ledger, recorded: Recorded, event: JobDispatched) -> None:
+    if event.scenario not in ledger.tips:
+        text = (
+            f"LOG {recorded.seq} dispatches job {event.job} of {event.scenario}; the base model of adapters is frozen"
+        )
+        ledger.findings.add("frozen", text, [recorded.seq])
+    elif (base := ledger.contents.get(event.base)) and base.scenario != event.scenario:
+        text = f"LOG {recorded.seq} trains {event.scenario} from {event.base}, which is of {base.scenario or BASE}"
+        ledger.findings.add(5, text, [recorded.seq])
+
+
 def _ready(ledger: Ledger, recorded: Recorded, event: CandidateReady) -> None:
-    ledger.contents.setdefault(event.candidate, Content(event.base, event.manifest, event.weights))
+    scenario = event.scenario if ledger.tips else ""
+    ledger.contents.setdefault(event.candidate, Content(event.base, event.manifest, event.weights, scenario))
 
 
 def _select(ledger: Ledger, recorded: Recorded, event: CandidateSelected) -> None:
@@ -237,162 +193,27 @@ def _refuse(ledger: Ledger, recorded: Recorded, event: PublicationRefused) -> No
     ledger.ended[event.candidate], ledger.refused[event.candidate] = event.reason, seq
 
 
-# -- a target
-
-
-def _target(ledger: Ledger, recorded: Recorded, event: TargetPersisted) -> None:
-    seq = recorded.seq
-    for invariant, text in _wrong_target(ledger, event):
-        ledger.findings.add(invariant, f"LOG {seq} targets candidate {event.candidate} {text}", [seq])
-    ledger.digests.setdefault(event.load_id, event.manifest)
-    ledger.open = Open(event, event.attempt, event.members)
-    ledger.targeted[event.candidate], ledger.publications[event.publication] = seq, event.candidate
-
-
-def _wrong_target(ledger: Ledger, event: TargetPersisted) -> Wrong:
-    if ledger.open:
-        yield 8, f"while {ledger.open.target.publication} is open; expected at most one open publication"
-    if event.candidate in ledger.refused:
-        yield 10, f"which was refused at {ledger.refused[event.candidate]}"
-    if not event.members:
-        yield 7, "for no member at all"
-    yield from _wrong_number(ledger, event.load_id)
-    yield from _wrong_content(ledger, event)
-    yield from _wrong_ancestry(ledger, event)
-
-
-def _wrong_number(ledger: Ledger, load_id: str) -> Wrong:
-    try:
-        found = parse_load_id(load_id)
-    except ContractError as error:
-        yield 4, f"under no load id: {error}"
-        return
-    if found.incarnation != ledger.incarnation:
-        yield 4, f"under load id {load_id}; the log's incarnation is {ledger.incarnation}"
-    if found.sequence <= ledger.sequence:
-        yield 4, f"under load id {load_id}; expected a sequence above {ledger.sequence}"
-    ledger.sequence = max(ledger.sequence, found.sequence)
-
-
-def _wrong_content(ledger: Ledger, event: TargetPersisted) -> Wrong:
-    named, content = ledger.digests.get(event.load_id, event.manifest), ledger.contents.get(event.candidate)
-    if named != event.manifest:
-        yield 3, f"under load id {event.load_id} with manifest {event.manifest}; that load id names {named}"
-    if content and (content.manifest, content.weights) != (event.manifest, event.weights):
-        found = f"{event.manifest} and weights {event.weights.digest}"
-        yield 3, f"with manifest {found}; it is {content.manifest} and {content.weights.digest}"
-
-
-def _wrong_ancestry(ledger: Ledger, event: TargetPersisted) -> Wrong:
-    """Invariant 5: the parent is the head, and the base chain reaches it through superseded candidates only."""
-    if event.parent != ledger.head:
-        yield 5, f"with parent {event.parent}; the head is {ledger.head}"
-    if event.request:
-        yield from _wrong_rollback(ledger, event)
-        return
-    content = ledger.contents.get(event.candidate)
-    if content is None or event.candidate not in ledger.selected:
-        yield "decision", "which no trainer had selected"
-        return
-    if event.candidate in ledger.ended and event.candidate not in ledger.refused:
-        yield "decision", f"which was {ledger.ended[event.candidate]} before, and no rollback asked for it"
-    base = content.base
-    while base != ledger.head_candidate and ledger.ended.get(base) == SUPERSEDED:
-        base = ledger.contents[base].base
-    if base != ledger.head_candidate:
-        yield 5, f"whose base chain ends at {base}; the head {ledger.head} is {ledger.head_candidate}"
-
-
-def _wrong_rollback(ledger: Ledger, event: TargetPersisted) -> Wrong:
-    """What a person asked for, on the head that it meets: content that was committed before."""
-    asked = ledger.rollbacks.pop(event.request, None)
-    if asked is None:
-        yield 11, f"as the rollback asked for at {event.request}; nobody did, or it was answered before"
-    elif asked.head != ledger.head:
-        yield 11, f"as a rollback that was decided on {asked.head}; the head is {ledger.head}"
-    elif ledger.releases.get(asked.release) != event.candidate:
-        yield 5, f"as the rollback to {asked.release}, which is {ledger.releases.get(asked.release)}"
-
-
-# -- a commit
-
-
-def _commit(ledger: Ledger, recorded: Recorded, event: ReleaseCommitted) -> None:
-    for invariant, text in _wrong_commit(ledger, event):
-        ledger.findings.add(invariant, f"LOG {recorded.seq} commits {event.load_id}, {text}", [recorded.seq])
-    ledger.commits, ledger.proofs = ledger.commits + 1, ledger.proofs + len(event.evidence)
-    ledger.head, ledger.head_candidate, ledger.open = event.load_id, event.candidate, None
-    ledger.releases[event.load_id] = event.candidate
-    ledger.ended[event.candidate] = "committed"
-
-
-def _wrong_commit(ledger: Ledger, event: ReleaseCommitted) -> Wrong:
-    if ledger.open is None:
-        yield 7, "and no publication is open"
-        return
-    target, attempt, members = ledger.open.target, ledger.open.attempt, ledger.open.members
-    if event.parent != ledger.head:
-        yield 5, f"with parent {event.parent}; the head is {ledger.head}"
-    if event.manifest != ledger.digests.get(event.load_id):
-        yield 3, f"with manifest {event.manifest}; that load id names {ledger.digests.get(event.load_id)}"
-    said = (event.publication, event.attempt, event.candidate, event.load_id)
-    expected = (target.publication, attempt, target.candidate, target.load_id)
-    if said != expected:
-        yield 7, f"as (publication, attempt, candidate, load id) {said}; the open attempt is {expected}"
-    named, expected_of = [(e.engine, e.boot) for e in event.evidence], [(m.engine, m.boot) for m in members]
-    if not members or (named != expected_of and sorted(named) != sorted(expected_of)):
-        boots = sorted(member.boot for member in members)
-        yield 7, f"on the word of {sorted(e.boot for e in event.evidence)}; the attempt's members are {boots}"
-    for evidence in event.evidence:
-        if why := _wrong_proof(ledger, ledger.open, evidence):
-            yield 7, f"but {evidence.engine} boot {evidence.boot} {why}"
-    if target.mode == "fenced" and (why := _wrong_order(ledger, ledger.open)):
-        yield 2, why
-
-
-def _wrong_proof(ledger: Ledger, open_: Open, evidence: Evidence) -> str:
-    target = open_.target
-    said = ledger.reports.get((evidence.boot, target.publication, open_.attempt))
-    if said is None:
-        return f"never reported on attempt {open_.attempt}"
-    word, seq = said.event, said.seq
-    if isinstance(word, ReceiverFailed):
-        return f"first reported a failure at {seq}: {word.cause}"
-    if (type(word) is EngineStaged) != (target.mode == "staged"):
-        return f"first said {type(word).__name__} at {seq}, which proves nothing in mode {target.mode}"
-    if (word.load_id, word.manifest) != (target.load_id, target.manifest):
-        return f"verified {word.load_id} {word.manifest} at {seq}; not {target.manifest}"
-    if (evidence.engine, evidence.seq, evidence.manifest) != (word.engine, seq, word.manifest):
-        return f"is quoted with {evidence.manifest} at {evidence.seq}; it reported at {seq}"
-    return ""
-
-
-def _wrong_order(ledger: Ledger, open_: Open) -> str:
-    """Invariant 2: no member's memory is written while another one may still generate."""
-    words = [(member.boot, open_.target.publication, open_.attempt) for member in open_.members]
-    first = min([ledger.reports[word].seq for word in words if word in ledger.reports], default=0)
-    late = [word[0] for word in words if ledger.fences.get(word, first) >= first]
-    return f"but boots {late} had not stopped when the first member reported at {first}" if first and late else ""
-
-
 ENTRIES: Mapping[type[Event], Callable[[Ledger, Recorded, Any], None]] = {
     LogOpened: _open_log,
     RollbackRequested: _ask,
     EngineJoined: _join,
     EngineFenced: _fence,
-    EngineStaged: _report,
+    EngineStaged: _stage,
     ReceiverVerified: _report,
     ReceiverFailed: _report,
+    AdapterUnloaded: _unload,
+    AdapterLeaked: _unload,
     ScenarioRegistered: _register,
+    AdapterRegistered: _register_adapter,
     JobDispatched: _dispatch,
     CandidateReady: _ready,
     CandidateSelected: _select,
     CandidateRejected: _close_job,
     JobDropped: _close_job,
     JobDiscarded: _close_job,
-    TargetPersisted: _target,
+    TargetPersisted: target,
     TransferAborted: _abort,
-    ReleaseCommitted: _commit,
+    ReleaseCommitted: commit,
     PublicationHalted: _halt,
     PublicationRefused: _refuse,
 }

@@ -59,7 +59,7 @@ class Feedback(msgspec.Struct, frozen=True, gc=False):
 class Answer(msgspec.Struct, gc=False):
     """What the audit keeps of an answer: its place in RECORDS, what it says of its generation, whether it is tagged
     `phase: final`; its first report, which is the one that counts, and the LOG sequence of the job that took it. Not
-    its text, which is most of it: to keep that takes longer than to read it."""
+    its text, which is most of it: to keep that takes longer than to read it. A part that `goes_on` is not its first."""
 
     seq: int
     record: str
@@ -70,6 +70,8 @@ class Answer(msgspec.Struct, gc=False):
     done_as_of: int
     final: bool
     spans: tuple[Span, ...] = ()
+    scenario: str = ""
+    goes_on: bool = False
     report: Feedback | None = None
     consumed: int = 0
 
@@ -96,8 +98,9 @@ def every_part(answers: Answers) -> Iterator[Answer]:
     for answer in answers.by_id.values():
         if not answer.spans:
             yield answer
-        for span in answer.spans:
-            yield replace(answer, load_id=span.load_id, as_of=span.as_of, done_as_of=span.done_as_of)
+        for number, span in enumerate(answer.spans):
+            times = {"as_of": span.as_of, "done_as_of": span.done_as_of}
+            yield replace(answer, load_id=span.load_id, goes_on=number > 0, **times)
 
 
 def index(records: Iterable[Recorded]) -> Answers:
@@ -134,6 +137,7 @@ def _answer(answers: Answers, seq: int, event: InferenceRecorded) -> None:
         event.done_as_of,
         event.tags.get("phase") == FINAL,
         event.spans,
+        intern(event.scenario),
     )
     before = answers.by_id.setdefault(event.record, answer)
     if before is not answer:
@@ -171,12 +175,12 @@ def consume(answers: Answers, batches: Batches, seq: int, event: JobDispatched, 
     if said != found:
         findings.add(6, f"LOG {seq} dispatches (job, step, base, records) {said}, its batch says {found}", [seq])
     for record, at in batch.records:
-        for why in _spend(answers, seq, record, at):
+        for why in _spend(answers, seq, event.scenario, record, at):
             findings.add(6, f"job {event.job} consumes record {record} at {at}, {why}", [seq], [at])
     _check_samples(answers, seq, batch, findings)
 
 
-def _spend(answers: Answers, seq: int, record: str, at: int) -> list[str]:
+def _spend(answers: Answers, seq: int, scenario: str, record: str, at: int) -> list[str]:
     """Enter that the job at LOG `seq` consumes the record; returns what is wrong with that."""
     answer = answers.by_id.get(record)
     wrong: list[str] = []
@@ -188,14 +192,16 @@ def _spend(answers: Answers, seq: int, record: str, at: int) -> list[str]:
     if answer:
         answers.consumed += not before
         answer.consumed = seq
-        _check_fitness(answer, seq, at, wrong)
+        _check_fitness(answer, seq, scenario, at, wrong)
     else:
         answers.lost[record] = seq
         wrong.append("which was never recorded")
     return wrong
 
 
-def _check_fitness(answer: Answer, seq: int, at: int, wrong: list[str]) -> None:
+def _check_fitness(answer: Answer, seq: int, scenario: str, at: int, wrong: list[str]) -> None:
+    if answer.scenario != scenario:
+        wrong.append(f"which answers {answer.scenario}, not {scenario}")
     if answer.seq != at:
         wrong.append(f"which is recorded at {answer.seq}")
     if answer.done_as_of >= seq:

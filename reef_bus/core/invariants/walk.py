@@ -18,9 +18,11 @@ import msgspec
 
 from reef_bus.core.ids import BASE
 from reef_bus.core.invariants.findings import Audit, Final, Findings, Rewards
-from reef_bus.core.invariants.ledger import Ledger, note, seed
+from reef_bus.core.invariants.holdings import check_answers, head
+from reef_bus.core.invariants.ledger import note
 from reef_bus.core.invariants.records import Answer, Answers, Batches, every_part, index
-from reef_bus.core.serving import fenced, holds_head, live, may_continue, may_generate
+from reef_bus.core.invariants.state import Ledger, seed
+from reef_bus.core.serving import fenced, holds_head, live, may_continue, may_generate, version
 from reef_bus.core.start import Start
 from reef_bus.core.void import Tail
 from reef_bus.core.world import World, fold, ignored
@@ -85,6 +87,7 @@ def examine(log: Iterable[Recorded], answers: Answers, batches: Batches | None, 
     _judge_rest(judged, events)
     _check_drains(ledger)
     _check_mixtures(ledger, told.world, begin)
+    check_answers(ledger.holdings, answers, ledger.findings)
     findings.extend(ledger.findings)
     _compare(judged, told, log, start, findings)
     if batches is None and ledger.jobs:
@@ -126,13 +129,13 @@ def _judge_next(judged: Judgement, recorded: Recorded) -> None:
 def _judge_before(judged: Judgement, seq: float) -> None:
     """Judge the answers that were given before event `seq`, each at the very point of the log at which its engine says
     it stood. Nothing happens in between: what is right for one of them is right for its like."""
-    world, waiting, right = judged.world, judged.waiting, set[tuple[str, str, str]]()
+    world, waiting, right = judged.world, judged.waiting, set[tuple[str, str, str, str]]()
     while waiting and waiting[-1].as_of < seq:
         answer = waiting.pop()
         if not 0 < answer.as_of <= min(world.seq, answer.done_as_of):
             said = f"{_says(answer)}done as of {answer.done_as_of}; the log goes from 1 to {world.seq}"
             judged.findings.add(1, said, (), [answer.seq])
-        elif (claim := (answer.engine, answer.boot, answer.load_id)) not in right:
+        elif (claim := (answer.engine, answer.boot, answer.scenario, answer.load_id)) not in right:
             if wrong := _wrong(world, answer):
                 judged.findings.add(wrong[0], f"{_says(answer)}when {wrong[1]}", [answer.as_of], [answer.seq])
             else:
@@ -185,13 +188,27 @@ def _says(answer: Answer) -> str:
 
 def _wrong(world: World, answer: Answer) -> tuple[int, str] | None:
     """Invariants 1 and 2: the serving rule."""
+    if answer.scenario in world.publications.adapters:
+        return _wrong_adapter(world, answer)
     head = world.publications.head
-    if answer.load_id not in world.publications.releases:
+    if world.publications.release("", answer.load_id) is None:
         return 1, "that was not committed"
     if not may_generate(world, answer.engine, answer.boot) or head is None:
         return 2, f"it must not generate: {_why_not(world, answer)}"
     if answer.load_id != head.load_id:
         return 2, f"it held the head {head.load_id}"
+    return None
+
+
+def _wrong_adapter(world: World, answer: Answer) -> tuple[int, str] | None:
+    """The same, of a scenario's adapter. What goes on does so with what it was begun with: that, the ledger judges."""
+    if world.publications.release(answer.scenario, answer.load_id) is None:
+        return 1, f"that was not committed for {answer.scenario}"
+    if not may_generate(world, answer.engine, answer.boot):
+        return 2, f"it must not generate: {_why_not(world, answer)}"
+    found = version(world, world.membership.engines[answer.engine], answer.scenario)
+    if not answer.goes_on and (found is None or found.load_id != answer.load_id):
+        return 2, f"it answered {answer.scenario} with {found.load_id if found else 'nothing'}"
     return None
 
 
@@ -317,7 +334,8 @@ def _audit(world: World, ledger: Ledger, findings: Findings, void_events: int, l
         consumed=answers.consumed + len(answers.lost),
         engines=engines,
         rewards=_rewards(ledger),
-        final=_final(ledger),
+        final=_final(ledger, "", ledger.head),
+        finals={name: _final(ledger, name, head(ledger.holdings, name)) for name in ledger.holdings.heads},
         unchecked=tuple(findings.unchecked),
         open=tuple(_open(world, ledger)),
     )
@@ -331,15 +349,17 @@ def _rewards(ledger: Ledger) -> dict[str, Rewards]:
     return {load_id: Rewards(len(found), fsum(found) / len(found)) for load_id, found in scores.items()}
 
 
-def _final(ledger: Ledger) -> Final:
+def _final(ledger: Ledger, scenario: str, load_id: str) -> Final:
+    """Of an adapter's scenario; of none: all that name the base model's head."""
     scores: list[float] = []
     engines: dict[str, int] = {}
     for answer in ledger.answers.by_id.values():
-        if answer.final and answer.report and answer.load_id == ledger.head:
+        of = answer.load_id == load_id and scenario in ("", answer.scenario)
+        if of and answer.final and answer.report:
             scores.append(answer.report.event.score)
             engines[answer.engine] = engines.get(answer.engine, 0) + 1
     mean = fsum(scores) / len(scores) if scores else None
-    return Final(load_id=ledger.head, n=len(scores), mean=mean, engines=engines)
+    return Final(load_id=load_id, n=len(scores), mean=mean, engines=engines)
 
 
 def _open(world: World, ledger: Ledger) -> Iterable[str]:
@@ -353,3 +373,7 @@ def _open(world: World, ledger: Ledger) -> Iterable[str]:
     for name, engine in sorted(world.membership.engines.items()):
         if live(world, engine) and not holds_head(world, engine):
             yield f"engine {name} boot {engine.boot} does not hold the head {ledger.head} yet"
+        for scenario in ledger.holdings.heads:
+            if live(world, engine) and version(world, engine, scenario) is None:
+                missing = head(ledger.holdings, scenario)
+                yield f"engine {name} boot {engine.boot} does not hold {scenario}'s head {missing} yet"

@@ -1,0 +1,300 @@
+"""What the audit finds in histories of adapters: each rule by a corrupted twin of one clean history.
+
+Knows: two scenarios over one base, an alias, a late joiner, a leak, rollbacks. Must not know: how the audit looks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from msgspec.structs import replace
+
+from reef_bus.core.invariants import Rewards
+from reef_bus.events import EngineStaged, Evidence, Lora, Member, Span
+from tests.facts import (
+    CODE,
+    E0,
+    E1,
+    FROZEN,
+    LORA,
+    MATH,
+    NO_LORA,
+    L,
+    S,
+    adapter_caught_up,
+    adapter_committed,
+    adapter_rollback_asked,
+    adapter_staged,
+    adapter_target,
+    adapter_trained,
+    digest,
+    holds,
+    joined_with,
+    leaked,
+    m,
+    name,
+    unloaded,
+)
+from tests.spec import by
+from tests.unit.test_invariants import Play, by_name
+
+E1_AGAIN = m("e1", 2)
+
+
+class AdapterPlay(Play):
+    """A history of two scenarios. Answers and batches are of one of them."""
+
+    def asked(self, scenario: str, load: int, *members: Member, tags: dict[str, str] | None = None) -> list[str]:
+        first = len(self.records)
+        names = self.answers(load, *members, count=4, tags=tags)
+        for at in range(first + 1, len(self.records) + 1):
+            self.edit_record(at, scenario=scenario)
+        return names
+
+    def teach(self, scenario: str, candidate: str, base: str, step: int, records: list[str]) -> None:
+        self.batch(f"job-{candidate}", base, step, records)
+        first, *rest = adapter_trained(scenario, candidate, base, step)
+        self.say(replace(first, records=len(records)), *rest)  # type: ignore[type-var]
+
+    def publish(self, scenario: str, n: int, candidate: str, *members: Member, parent: int) -> None:
+        self.say(adapter_target(scenario, n, candidate, *members, parent=parent))
+        self.say(*(adapter_staged(each.engine, scenario, n, candidate) for each in members))
+        self.committed(scenario, n, candidate, *members, parent=parent)
+
+    def committed(self, scenario: str, n: int, candidate: str, *members: Member, parent: int, attempt: int = 1) -> None:
+        words = {r.boot: r.seq for r in self.log if isinstance(r.event, EngineStaged) and r.event.load_id == L(n)}
+        evidence = tuple(Evidence(each.engine, each.boot, words[each.boot], digest(candidate)) for each in members)
+        commit = adapter_committed(scenario, n, candidate, *members, parent=parent, attempt=attempt)
+        self.say(replace(commit, evidence=evidence))
+
+
+def clean() -> AdapterPlay:
+    """1 is math's, 2 is code's, 3 math's again; 4 brings math's 1 back, whose bytes are there still; a
+    new boot of e1 catches up; before there is room for 5, code's, an older one must go; 6 brings code back to none."""
+    play = AdapterPlay(*FROZEN)
+    play.teach(MATH, "m1", NO_LORA[MATH], 1, play.asked(MATH, 0, E0, E1))
+    play.publish(MATH, 1, "m1", E0, E1, parent=0)
+    play.teach(CODE, "c1", NO_LORA[CODE], 2, play.asked(CODE, 0, E0, E1))
+    play.publish(CODE, 2, "c1", E0, E1, parent=0)
+    play.teach(MATH, "m2", "m1", 3, play.asked(MATH, 1, E0, E1))
+    play.publish(MATH, 3, "m2", E0, E1, parent=1)
+    play.asked(CODE, 2, E0, E1, tags={"phase": "final"})
+    play.say(adapter_rollback_asked(MATH, 1, 3))
+    play.say(adapter_target(MATH, 4, "m1", E0, E1, parent=3, request=play.log[-1].seq))
+    play.say(adapter_staged("e0", MATH, 4, "m1", adapter=name(MATH, 1)))
+    play.say(adapter_staged("e1", MATH, 4, "m1", adapter=name(MATH, 1)))
+    play.committed(MATH, 4, "m1", E0, E1, parent=3)
+    play.asked(MATH, 4, E0, E1, tags={"phase": "final"})
+    play.say(by(E1_AGAIN.boot, joined_with("e1")), holds("e1", 0, "base"))
+    play.say(adapter_caught_up("e1", MATH, 4, "m1"), adapter_caught_up("e1", CODE, 2, "c1"))
+    play.teach(CODE, "c2", "c1", 4, play.asked(CODE, 2, E0, E1_AGAIN))
+    play.say(adapter_target(CODE, 5, "c2", E0, E1_AGAIN, parent=2))
+    play.say(leaked("e0", name(MATH, 3)), unloaded("e0", name(MATH, 3)))
+    play.say(adapter_staged("e0", CODE, 5, "c2"), adapter_staged("e1", CODE, 5, "c2"))
+    play.committed(CODE, 5, "c2", E0, E1_AGAIN, parent=2)
+    play.say(unloaded("e0", name(CODE, 2)), adapter_rollback_asked(CODE, 0, 5))
+    origin, asked = NO_LORA[CODE], play.log[-1].seq
+    play.say(adapter_target(CODE, 6, origin, E0, E1_AGAIN, parent=5, request=asked), unloaded("e1", name(CODE, 2)))
+    play.say(adapter_staged("e0", CODE, 6, origin), adapter_staged("e1", CODE, 6, origin))
+    play.committed(CODE, 6, origin, E0, E1_AGAIN, parent=5)
+    play.asked(CODE, 6, E0, E1_AGAIN, tags={"phase": "final"})
+    return play
+
+
+# -- the clean history
+
+
+def test_a_clean_history_of_adapters_has_no_violation_and_names_its_scenarios() -> None:
+    audit = clean().audit()
+    assert audit.violations == () and audit.unchecked == () and audit.open == ()
+    assert (audit.releases, audit.receivers_verified, audit.jobs, audit.consumed) == (6, 12, 4, 16)
+    assert (audit.final.load_id, audit.final.n) == (L(0), 0)
+    assert {of: (found.load_id, found.n, found.mean) for of, found in audit.finals.items()} == {
+        MATH: (L(4), 4, 0.5),
+        CODE: (L(6), 4, 0.5),
+    }
+    assert audit.rewards[L(0)] == Rewards(8, 0.5)
+
+
+def test_an_audit_of_the_whole_model_names_no_scenarios() -> None:
+    assert Play(*FROZEN[:3]).audit().finals == {}
+
+
+def test_every_prefix_is_clean_with_the_answers_that_stood_on_it() -> None:
+    play = clean()
+    for head in range(1, len(play.log) + 1):
+        kept = [r for r in play.records if getattr(r.event, "done_as_of", 0) <= head]
+        ids = {r.id for r in kept}
+        told = [r for r in kept if r.id in ids and (r.id.removeprefix("on-") in ids)]
+        found = type(play)()
+        found.scribe.log, found.records, found.batches = play.log[:head], told, play.batches
+        assert found.audit().violations == (), head
+
+
+def test_a_boot_that_lacks_a_head_is_a_notice() -> None:
+    play = clean()
+    play.say(by("e1.3", joined_with("e1")), holds("e1", 0, "base"), adapter_caught_up("e1", MATH, 4, "m1"))
+    assert [notice.split(" does ")[1] for notice in play.audit().open] == [f"not hold {CODE}'s head {L(6)} yet"]
+
+
+# -- corrupted twins
+
+
+def first_of(play: AdapterPlay, scenario: str, load: int) -> int:
+    """Where the first answer of that scenario by that load is."""
+    found = (r for r in play.records if getattr(r.event, "load_id", "") == L(load))
+    return next(r.seq for r in found if r.event.scenario == scenario)  # type: ignore[attr-defined]
+
+
+def answers_with_another_scenarios_adapter(play: AdapterPlay) -> None:
+    play.edit_record(first_of(play, MATH, 4), load_id=L(2))
+
+
+def answers_with_what_is_only_staged(play: AdapterPlay) -> None:
+    at = play.find("ReleaseCommitted", 4) - 1
+    play.edit_record(first_of(play, MATH, 4), as_of=at, done_as_of=at)
+
+
+def answers_with_the_head_before(play: AdapterPlay) -> None:
+    play.edit_record(first_of(play, MATH, 4), load_id=L(3))
+
+
+def answers_with_the_base_model_though_there_is_an_adapter(play: AdapterPlay) -> None:
+    play.edit_record(first_of(play, CODE, 6), load_id=L(0))
+
+
+def answers_before_it_caught_up(play: AdapterPlay) -> None:
+    at = play.find("ReceiverVerified", 3)
+    seq = first_of(play, MATH, 4)
+    play.edit_record(seq, engine="e1", boot="e1.2", as_of=at, done_as_of=at)
+
+
+def answers_before_its_scenario_is_there(play: AdapterPlay) -> None:
+    play.edit_record(first_of(play, MATH, 0), as_of=3, done_as_of=3)
+
+
+def unloads_while_a_request_is_in_hand(play: AdapterPlay) -> None:
+    play.edit_record(first_of(play, CODE, 2) + 16, done_as_of=play.find("AdapterUnloaded", 2))
+
+
+def goes_on_with_another_adapter(play: AdapterPlay) -> None:
+    seq = first_of(play, MATH, 4)
+    before, after = play.find("ReleaseCommitted", 4) - 1, play.find("ReleaseCommitted", 4)
+    spans = (Span(L(3), 0, 1, before, before), Span(L(4), 1, 1, after, after))
+    play.edit_record(seq, load_id=L(3), as_of=before, done_as_of=after, answer_tokens=2, spans=spans)
+
+
+def trains_on_another_scenarios_record(play: AdapterPlay) -> None:
+    play.edit_record(first_of(play, MATH, 0), scenario=CODE)
+
+
+def trains_the_base_model(play: AdapterPlay) -> None:
+    play.edit("JobDispatched", scenario=S, base="base")
+
+
+def trains_from_another_scenarios_candidate(play: AdapterPlay) -> None:
+    play.edit("JobDispatched", 2, base="m1")
+    play.edit_batch("job-c1", base="m1")
+
+
+def targets_the_base_model(play: AdapterPlay) -> None:
+    play.edit("TargetPersisted", 1, scenario=S, lora=None, sender="trainer", mode="fenced")
+
+
+def targets_onto_another_scenarios_head(play: AdapterPlay) -> None:
+    play.edit("TargetPersisted", 3, parent=L(2))
+
+
+def targets_another_kind_of_adapter(play: AdapterPlay) -> None:
+    play.edit("TargetPersisted", lora=Lora(LORA.rank + 1, LORA.alpha, LORA.targets))
+
+
+def stops_engines_for_an_adapter(play: AdapterPlay) -> None:
+    play.edit("TargetPersisted", mode="fenced")
+
+
+def targets_more_than_there_is_room_for(play: AdapterPlay) -> None:
+    play.edit("EngineJoined", 1, adapters=2)
+
+
+def targets_an_engine_that_takes_no_adapters(play: AdapterPlay) -> None:
+    play.edit("EngineJoined", 1, adapters=0)
+
+
+def commits_on_a_word_of_another_digest(play: AdapterPlay) -> None:
+    play.edit("EngineStaged", 1, manifest=digest("other"))
+
+
+def commits_on_a_word_under_another_name(play: AdapterPlay) -> None:
+    play.edit("EngineStaged", 1, adapter=name(CODE, 1))
+
+
+def commits_on_the_word_of_too_few(play: AdapterPlay) -> None:
+    event = play.log[play.find("ReleaseCommitted") - 1].event
+    play.edit("ReleaseCommitted", evidence=event.evidence[:1])  # type: ignore[attr-defined]
+
+
+def commits_for_another_scenario(play: AdapterPlay) -> None:
+    play.edit("ReleaseCommitted", scenario=CODE)
+
+
+def rolls_another_scenario_back(play: AdapterPlay) -> None:
+    play.edit("RollbackRequested", scenario=CODE)
+
+
+def rolls_back_to_another_scenarios_release(play: AdapterPlay) -> None:
+    play.edit("RollbackRequested", release=L(2))
+
+
+def commits_on_a_word_of_a_second_copy(play: AdapterPlay) -> None:
+    play.edit("EngineStaged", 1, adapter="")
+
+
+def loads_more_than_it_has_room_for(play: AdapterPlay) -> None:
+    """What it unloads instead, it does not hold."""
+    play.edit("AdapterUnloaded", 1, adapter=name(MATH, 99))
+
+
+def parts_with_a_head(play: AdapterPlay) -> None:
+    play.edit("AdapterUnloaded", 1, adapter=name(MATH, 1))
+
+
+Corruption = Callable[[AdapterPlay], None]
+
+TWINS: dict[Corruption, set[int | str]] = {
+    answers_with_another_scenarios_adapter: {1},
+    answers_with_what_is_only_staged: {1},
+    answers_with_the_head_before: {2},
+    answers_with_the_base_model_though_there_is_an_adapter: {2},
+    answers_before_it_caught_up: {1, 2},
+    answers_before_its_scenario_is_there: {1, 2},
+    unloads_while_a_request_is_in_hand: {2},
+    goes_on_with_another_adapter: {2},
+    trains_on_another_scenarios_record: {6},
+    trains_the_base_model: {"frozen", "fold"},
+    trains_from_another_scenarios_candidate: {5, "fold"},
+    targets_the_base_model: {"frozen", "fold"},
+    targets_onto_another_scenarios_head: {5, "fold"},
+    targets_another_kind_of_adapter: {3, "fold"},
+    stops_engines_for_an_adapter: {"adapter", 7, "fold"},
+    targets_more_than_there_is_room_for: {10},
+    targets_an_engine_that_takes_no_adapters: {10, 7},
+    commits_on_a_word_of_another_digest: {7, "fold"},
+    commits_on_a_word_under_another_name: {7},
+    commits_on_the_word_of_too_few: {7, "fold"},
+    commits_for_another_scenario: {7},
+    rolls_another_scenario_back: {5, "fold"},
+    rolls_back_to_another_scenarios_release: {5, "fold"},
+    commits_on_a_word_of_a_second_copy: {7},
+    loads_more_than_it_has_room_for: {10},
+    parts_with_a_head: {"adapter"},
+}
+
+
+@pytest.mark.parametrize(("corrupt", "expected"), TWINS.items(), ids=lambda value: getattr(value, "__name__", ""))
+def test_each_corruption_is_found_by_its_invariant(corrupt: Corruption, expected: set[int | str]) -> None:
+    play = clean()
+    corrupt(play)
+    found = by_name(play.audit())
+    assert expected <= found.keys(), {key: violation.text for key, violation in found.items()}

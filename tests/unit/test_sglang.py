@@ -17,10 +17,11 @@ import msgspec
 import pytest
 import safetensors.numpy
 
-from consumers.reef_engine.sglang.backend import Limits, SGLangEngine
+from consumers.reef_engine.sglang.backend import SGLangEngine
 from consumers.reef_engine.sglang.borrowed import _differs
 from consumers.reef_engine.sglang.client import Client, words
 from consumers.reef_engine.sglang.launch import SHIMS, environment, model_flags, server_flags
+from consumers.reef_engine.sglang.limits import Limits
 from consumers.reef_engine.sglang.room import Room, place
 from consumers.reef_engine.sglang.sums import Oracle, Sums, flaw
 from reef_bus.backends import Prompt

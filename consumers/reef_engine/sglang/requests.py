@@ -25,12 +25,12 @@ READ: Mapping[str, tuple[str, ...]] = {
     "flush_cache": (),
     "generate": ("output_ids", "meta_info"),
     "init_weights_update_group": ("success", "message"),
-    "load_lora_adapter_from_tensors": ("success", "error_message", "loaded_adapters"),
+    "load_lora_adapter_from_tensors": ("error_message",),
     "model_info": ("model_path", "model_type", "weight_version"),
     "pause_generation": ("status",),
     "release_memory_occupation": (),
     "resume_memory_occupation": (),
-    "unload_lora_adapter": ("success", "error_message", "loaded_adapters"),
+    "unload_lora_adapter": ("error_message",),
     "update_weight_version": ("success", "message", "new_version"),
     "update_weights_from_disk": ("success", "message"),
     "update_weights_from_distributed": ("success", "message"),
@@ -39,10 +39,17 @@ READ: Mapping[str, tuple[str, ...]] = {
 }
 """By route: the fields of its answer that we read. Where there are none, the HTTP status says all."""
 
-MODEL = ("id", "root", "parent")
-"""One of `v1/models`' `data`: an adapter has the base model as its parent, and its folder as its root."""
+MODEL = ("id", "parent")
+"""One of `v1/models`' `data`: an adapter has the base model as its parent."""
 
-META_INFO = ("finish_reason", "output_token_logprobs", "weight_version", "weight_versions", "num_retractions")
+META_INFO = (
+    "finish_reason",
+    "input_token_logprobs",
+    "output_token_logprobs",
+    "weight_version",
+    "weight_versions",
+    "num_retractions",
+)
 """What we read of `generate`'s `meta_info`. A logprob is [logprob, id, text or null]; a finish reason has a `type`."""
 
 SPAN = ("version", "start", "end")

@@ -26,7 +26,10 @@ def logprobs(probe: Probe) -> tuple[float, ...]:
     with torch.inference_mode():
         _merge(model, probe)
         table = model(torch.tensor([probe.ids])).logits[0, :-1].log_softmax(-1)
-        return tuple(table.gather(1, torch.tensor(probe.ids)[1:, None])[:, 0].tolist())
+    found = table.gather(1, torch.tensor(probe.ids)[1:, None])[:, 0]
+    if not found.isfinite().all():
+        raise ValueError("the model with this adapter computes no numbers")
+    return tuple(found.tolist())
 
 
 def _merge(model: torch.nn.Module, probe: Probe) -> None:

@@ -187,14 +187,6 @@ async def test_sixteen_requests_at_once_are_each_answered_with_their_own_adapter
         assert len(set(expected)) == 16
 
 
-async def test_more_adapters_than_fit_into_one_batch_are_answered_all_the_same(subject: Subject) -> None:
-    """The server then moves them in and out of its pool; how many it holds, it does not bound."""
-    async with loaded(subject, *range(20, 26)) as found:
-        answers = await asyncio.gather(*(each.answer() for each in found))
-        assert [answer.completion.ids for answer in answers] == [each.expected() for each in found]
-        assert len(await asyncio.to_thread(subject.engine.resident)) == 6
-
-
 async def test_an_adapter_that_changes_nothing_is_proven(subject: Subject) -> None:
     """As the first of each scenario is: B is zero."""
     one = Loaded(subject, {name: each * ("lora_A" in name) for name, each in drawn(6).items()})
@@ -399,6 +391,16 @@ async def test_an_adapter_of_fewer_targets_and_a_lower_rank_is_held(subject: Sub
     assert (await asyncio.to_thread(subject.engine.adapter_proof, one.name, one.manifest, lora)).flaw == ""
     assert (await one.answer()).completion.ids == one.expected()
     assert await one.unload() == ""
+
+
+async def test_no_more_are_held_than_configured(subject: Subject) -> None:
+    async with loaded(subject, 60, 61, 62, 63) as four:
+        five = Loaded(subject, drawn(64))
+        with pytest.raises(TransferError, match="holds 4 already, and adapters.capacity is 4"):
+            await five.load()
+        answers = await asyncio.gather(*(each.answer() for each in four))
+        assert [answer.completion.ids for answer in answers] == [each.expected() for each in four]
+        assert await five.unload() == ""
 
 
 async def test_a_name_that_is_held_is_not_loaded_over(subject: Subject) -> None:

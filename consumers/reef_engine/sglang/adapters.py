@@ -67,8 +67,11 @@ class Held:
             raise TransferError("closed", str(error)) from error
 
     def _unfit(self, name: str, found: Mapping[str, Layout], lora: Lora) -> str:
-        if name in self.listed() or self.room.adapter(name).exists():
+        held = self.room.adapters()
+        if name in held | self.listed():
             return "the server holds one of this name"
+        if len(held) >= self.most.most():
+            return f"the server holds {len(held)} already, and adapters.capacity is {self.most.most()}"
         if lora.rank > self.most.rank or not set(lora.targets) <= set(self.most.targets):
             return f"found {lora}, and the server was started for {self.most.lora()}"
         return incomplete(lora.targets) or _differs(dict(layouts(self.room.layouts, lora)), found)

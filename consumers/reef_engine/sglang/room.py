@@ -67,6 +67,10 @@ class Room:
         """The file of the adapter of this name."""
         return self.folder / ADAPTERS / f"{name}.safetensors"
 
+    def adapters(self) -> set[str]:
+        """The names of those whose files are here."""
+        return {file.stem for file in (self.folder / ADAPTERS).glob("*.safetensors")}
+
     def keep(self, name: str, parts: Iterable[Part]) -> None:
         """An adapter's file, which is never changed."""
         file = self.adapter(name)

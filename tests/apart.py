@@ -18,7 +18,7 @@ from typing import Literal
 
 from reef_bus.backends import Answer, Completion, ContinuousBackend, Layout, Piece, Pieces, Prompt, Proof
 from reef_bus.core.publication import PAUSES
-from reef_bus.errors import Rejected, TransferError, Unavailable
+from reef_bus.errors import NotHeld, Rejected, TransferError, Unavailable
 from reef_bus.events import Lora
 from reef_bus.manifest import describe
 
@@ -216,7 +216,7 @@ class Server:
         """The adapter that answers under this name. Raises Rejected where there is none."""
         found = self.adapters.get(name, self.leaked.get(name))
         if found is None:
-            raise Rejected(f"no adapter {name} is loaded")
+            raise NotHeld(f"no adapter {name} is loaded")
         return found
 
     def load_adapter(self, name: str, held: bytes) -> None:

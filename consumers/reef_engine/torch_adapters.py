@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from reef_bus.backends import Piece, Pieces, Proof, places
-from reef_bus.errors import Rejected, TransferError
+from reef_bus.errors import NotHeld, Rejected, TransferError
 from reef_bus.events import Lora
 from reef_bus.lora import LowRank, adapted, beside, shapes
 from reef_bus.manifest import Manifest, describe, differences
@@ -59,10 +59,10 @@ class Adapters:
         return frozenset(self._held)
 
     def policy(self, name: str) -> Policy:
-        """The one that answers under this name. Raises Rejected where there is none."""
+        """The one that answers under this name. Raises NotHeld where there is none."""
         held = self._held.get(name)
         if held is None:
-            raise Rejected(f"no adapter {name} is loaded; found {', '.join(sorted(self._held)) or 'none'}")
+            raise NotHeld(f"no adapter {name} is loaded; found {', '.join(sorted(self._held)) or 'none'}")
         return held.policy
 
     def move(self, policy: Policy) -> None:

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 from reef_bus.backends import ContinuousBackend, Piece, Pieces
 from reef_bus.core.ids import adapter_name
-from reef_bus.errors import Rejected, TransferError
+from reef_bus.errors import NotHeld, Rejected, TransferError
 from reef_bus.events import Lora
 from reef_bus.manifest import describe
 from tests.contract.subject import Promise, Subject, numbers
@@ -128,12 +128,12 @@ async def what_is_not_held_is_not_answered_by_anything_else(subject: Subject) ->
             await _said(subject, first)
         for name in (first, _fresh()):
             assert name not in subject.backend.resident()
-            await _refused(_said(subject, name), Rejected)
+            await _refused(_said(subject, name), NotHeld)
             assert await _unload(subject, name) == ""
         assert await _said(subject, second) == beside and await _said(subject) == alone
         if not isinstance(subject.backend, ContinuousBackend):
             batch = [subject.asking(), subject.asking(adapter=first)]
-            await _refused(asyncio.to_thread(subject.backend.generate, batch), Rejected)
+            await _refused(asyncio.to_thread(subject.backend.generate, batch), NotHeld)
 
 
 async def a_name_is_loaded_once(subject: Subject) -> None:
@@ -185,7 +185,7 @@ async def what_does_not_fit_is_refused_and_spoils_nothing(subject: Subject) -> N
             name = _fresh()
             await _refused(_load(subject, name, bad, of_it), TransferError)
             assert await _unload(subject, name) == ""
-            await _refused(_said(subject, name), Rejected)
+            await _refused(_said(subject, name), NotHeld)
         assert await _said(subject, beside) == before and await _said(subject) == alone
 
 

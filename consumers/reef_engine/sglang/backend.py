@@ -27,7 +27,7 @@ from consumers.reef_engine.sglang.sums import Oracle, Sums, flaw
 from reef_bus.backends import Answer, Completion, ContinuousBackend, Layout, Pieces, Prompt, Proof
 from reef_bus.config import Inference
 from reef_bus.core.publication import DRAIN, PAUSES, RETRACT
-from reef_bus.errors import Rejected, TransferError, Unavailable
+from reef_bus.errors import NotHeld, Rejected, TransferError, Unavailable
 from reef_bus.events import Lora
 from reef_bus.runner import blocking
 
@@ -186,7 +186,9 @@ class SGLangEngine(ContinuousBackend):
         except (aiohttp.ClientError, OSError) as error:
             raise Unavailable(f"SGLang does not answer: {error!r}") from error
         if reply.status != 200:
-            raise Rejected(f"SGLang answered {reply.status}: {words(said.decode(errors='replace'))}")
+            text = words(said.decode(errors="replace"))
+            refused = NotHeld if any(each in text for each in requests.NO_ADAPTER) else Rejected
+            raise refused(f"SGLang answered {reply.status}: {text}")
         return _answer(prompt, said)
 
     def _http(self) -> aiohttp.ClientSession:

@@ -331,7 +331,7 @@ VERIFIERS: dict[str, Callable[[int], int]] = {"digit": lambda digit: digit, "suc
 def test_two_adapters_learn_two_tasks_over_one_frozen_base(tmp_path: Path) -> None:
     """Sampled by one engine, in the same batches; they take turns in one trainer. The base is random, and drawn wide:
     its output head, beside which no adapter stands, bounds how sure an answer can be."""
-    config, lora, chance = PolicyConfig(qk_norm=True, init_std=0.1, hidden=128, ffn=256), LORA, random.Random(0)
+    config, lora, chance = PolicyConfig(qk_norm=True, init_std=0.1, hidden=256, ffn=512), LORA, random.Random(0)
     wide = new_policy(config, 0)
     save_file({name: each.detach() for name, each in wide.named_parameters()}, tmp_path / "base")
     trainer, engine = (
@@ -340,7 +340,7 @@ def test_two_adapters_learn_two_tasks_over_one_frozen_base(tmp_path: Path) -> No
     )
     states = dict.fromkeys(VERIFIERS, trainer.initial())
     rewards: dict[str, list[float]] = {task: [] for task in VERIFIERS}
-    for version in range(18):
+    for version in range(14):
         names = {task: f"{task}-{version}" for task in states}
         for task, state in states.items():
             engine.load_adapter(names[task], trainer.weights(state), lora)

@@ -22,7 +22,7 @@ from torch import Tensor
 from consumers.reef_engine.torch_backend import TorchEngine
 from consumers.reef_trainer.lora_backend import LoraTrainer
 from consumers.reef_trainer.torch_backend import Hyper, State
-from reef_bus.backends import Pieces, Prompt, never
+from reef_bus.backends import Completion, Pieces, Prompt, never
 from reef_bus.errors import ContractError, Rejected, TransferError
 from reef_bus.events import Lora
 from reef_bus.lora import adapted, shapes, targeted, zero_adapter
@@ -331,25 +331,37 @@ VERIFIERS: dict[str, Callable[[int], int]] = {"digit": lambda digit: digit, "suc
 def test_two_adapters_learn_two_tasks_over_one_frozen_base(tmp_path: Path) -> None:
     """Sampled by one engine, in the same batches; they take turns in one trainer. The base is random, and drawn wide:
     its output head, beside which no adapter stands, bounds how sure an answer can be."""
-    config, lora, chance = PolicyConfig(qk_norm=True, init_std=0.1, hidden=128, ffn=256), LORA, random.Random(0)
+    config, chance = PolicyConfig(qk_norm=True, init_std=0.1, hidden=128, ffn=256), random.Random(0)
     wide = new_policy(config, 0)
     save_file({name: each.detach() for name, each in wide.named_parameters()}, tmp_path / "base")
     trainer, engine = (
-        LoraTrainer(config, tmp_path / "base", lora, Hyper(lr=5e-3)),
+        LoraTrainer(config, tmp_path / "base", LORA, Hyper(lr=5e-3)),
         engine_over(tmp_path / "base", config),
     )
     states = dict.fromkeys(VERIFIERS, trainer.initial())
     rewards: dict[str, list[float]] = {task: [] for task in VERIFIERS}
-    for version in range(18):
-        names = {task: f"{task}-{version}" for task in states}
-        for task, state in states.items():
-            engine.load_adapter(names[task], trainer.weights(state), lora)
+    for version in range(12):
         asked = {task: ask(chance, version) for task in states}
-        prompts = [replace(prompt, adapter=names[task]) for task in states for _, prompt in asked[task]]
-        answers = iter(engine.generate(prompts))
+        answers = sampled(engine, trainer, states, asked)
         for task in states:
-            samples = judge(asked[task], [next(answers) for _ in asked[task]], VERIFIERS[task])
+            samples = judge(asked[task], answers[task], VERIFIERS[task])
             states[task], metrics = trainer.train(states[task], samples, version)
             rewards[task].append(metrics["reward_mean"])
-            assert engine.unload_adapter(names[task]) == ""
-    assert all(found[0] < 0.2 and max(found) > 0.9 for found in rewards.values()), rewards
+    assert all(found[0] < 0.2 and max(found) > 0.6 for found in rewards.values()), rewards
+    asked = dict.fromkeys(states, ask(chance, 12))
+    answers = sampled(engine, trainer, states, asked)
+    for task, other in (("digit", "successor"), ("successor", "digit")):
+        earned = [sample.reward for sample in judge(asked[task], answers[task], VERIFIERS[other])]
+        assert sum(earned) / len(earned) < 0.2, f"what learned {task} does {other}"
+
+
+def sampled(
+    engine: TorchEngine, trainer: LoraTrainer, states: dict[str, State], asked: dict[str, list[tuple[int, Prompt]]]
+) -> dict[str, list[Completion]]:
+    """Of every task with its own adapter, all in one batch."""
+    for task, state in states.items():
+        assert engine.unload_adapter(task) == ""
+        engine.load_adapter(task, trainer.weights(state), LORA)
+    prompts = [replace(prompt, adapter=task) for task in states for _, prompt in asked[task]]
+    answers = iter(engine.generate(prompts))
+    return {task: [next(answers) for _ in asked[task]] for task in states}

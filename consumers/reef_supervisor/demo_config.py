@@ -76,8 +76,8 @@ def configured(args: argparse.Namespace, temporary: str | None) -> Config:
         scenario=BASE if args.lora else Config().scenario,
         state_dir=folder,
         inference=_inference(args.engine or "torch", folder, args.lora),
-        adapters=Adapters(scenarios=tuple(TASKS)) if args.lora else Adapters(),
-        training=Training(seed=args.seed, group_size=GROUP_SIZE),
+        adapters=Adapters(scenarios=tuple(TASKS), alpha=32) if args.lora else Adapters(),
+        training=_training(args),
         publication=Publication(
             publishers=1,
             mode=args.mode or "fenced",
@@ -87,15 +87,20 @@ def configured(args: argparse.Namespace, temporary: str | None) -> Config:
     )
 
 
+def _training(args: argparse.Namespace) -> Training:
+    """An adapter learns as fast as a whole model with larger steps."""
+    found = Training(seed=args.seed, group_size=GROUP_SIZE)
+    return msgspec.structs.replace(found, lr=5e-3) if args.lora else found
+
+
 def _inference(backend: str, folder: str, lora: bool) -> Inference:
     """A server is given the tiny Qwen3 as a model folder, from which the trainer learns its shape as well. A base model
-    that is frozen is drawn wider: an adapter cannot widen what its answers are read from."""
+    that is frozen is wider, and drawn wider: an adapter changes nothing of what its answers are read from."""
     if backend == "torch" and not lora:
         return Inference()
     from reef_bus.model_folder import write_model_folder
     from reef_bus.policy import PolicyConfig
 
-    model = Path(folder, MODEL).resolve()
-    shape = PolicyConfig(qk_norm=backend == "sglang")
-    write_model_folder(model, msgspec.structs.replace(shape, init_std=2 * shape.init_std) if lora else shape)
+    model, shape = Path(folder, MODEL).resolve(), PolicyConfig(qk_norm=True)
+    write_model_folder(model, msgspec.structs.replace(shape, hidden=256, ffn=512, init_std=0.1) if lora else shape)
     return Inference(backend=backend, model_path=str(model), dtype="float32")

@@ -31,7 +31,7 @@ def test_two_adapters_learn_over_one_base_through_three_kills(tmp_path: Path, ca
     assert {f"{kill['component']}@{kill['event']}" for kill in said["kills"]} == set(KILLS)
     assert (said["audit_violations"], said["engines"], said["scenarios"].keys()) == (0, 2, SCENARIOS)
     assert all(each["releases"] >= RELEASES // 2 - 1 for each in said["scenarios"].values())
-    require_every_token_to_be_the_trainers(demo, PolicyConfig(init_std=0.1))
+    require_every_token_to_be_the_trainers(demo, PolicyConfig(qk_norm=True, hidden=256, ffn=512, init_std=0.1))
     assert {scenario for scenario, _ in demo.sampled()} == SCENARIOS
     caught_up = [r for r in demo.history.log if isinstance(r.event, EngineStaged) and not r.event.publication]
     assert "engine-1" in {each.event.key for each in caught_up}

@@ -54,4 +54,4 @@ def test_two_adapters_learn_over_one_base_on_two_real_servers_through_three_kill
     demo, said = run(tmp_path / "demo", capsys, ADAPTERS, "--lora")
     assert said["scenarios"].keys() == {"digit", "successor"}
     assert all(each["releases"] >= RELEASES // 2 - 1 for each in said["scenarios"].values())
-    require_every_token_to_be_the_trainers(demo, replace(SHAPE, init_std=0.1))
+    require_every_token_to_be_the_trainers(demo, replace(SHAPE, hidden=256, ffn=512, init_std=0.1))

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 
-from consumers.reef_supervisor.commands import RELEASES, TARGET
+from consumers.reef_supervisor.commands import RELEASES, TARGET, TARGET_LORA
 from consumers.reef_supervisor.deployment import CONFIG_FILE
 from consumers.reef_supervisor.harness import GROUP_SIZE, TASKS
 from reef_bus.config import Adapters, Config, Inference, Nats, Publication, Training, load
@@ -39,7 +39,7 @@ def check(args: argparse.Namespace) -> None:
     if args.keep and args.resume:
         raise Rejected("--keep is for a new state folder, --resume for one that was kept; give one of them")
     if args.target is None and args.releases is None:
-        args.target = TARGET
+        args.target = TARGET_LORA if args.lora else TARGET
     if args.releases is None:
         args.releases = 1 if args.resume else RELEASES
     if args.engine == "sglang" and importlib.util.find_spec("sglang") is None:
@@ -77,7 +77,7 @@ def configured(args: argparse.Namespace, temporary: str | None) -> Config:
         state_dir=folder,
         inference=_inference(args.engine or "torch", folder, args.lora),
         adapters=Adapters(scenarios=tuple(TASKS), alpha=32) if args.lora else Adapters(),
-        training=_training(args),
+        training=Training(seed=args.seed, group_size=GROUP_SIZE),
         publication=Publication(
             publishers=1,
             mode=args.mode or "fenced",
@@ -85,12 +85,6 @@ def configured(args: argparse.Namespace, temporary: str | None) -> Config:
         ),
         supervision=Restarts(max_restarts=max(3, len(args.kill)), window_s=300.0, delay_s=0.2),
     )
-
-
-def _training(args: argparse.Namespace) -> Training:
-    """An adapter learns as fast as a whole model with larger steps."""
-    found = Training(seed=args.seed, group_size=GROUP_SIZE)
-    return msgspec.structs.replace(found, lr=5e-3) if args.lora else found
 
 
 def _inference(backend: str, folder: str, lora: bool) -> Inference:

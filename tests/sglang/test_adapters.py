@@ -396,7 +396,7 @@ async def test_an_adapter_of_fewer_targets_and_a_lower_rank_is_held(subject: Sub
 async def test_no_more_are_held_than_configured(subject: Subject) -> None:
     async with loaded(subject, 60, 61, 62, 63) as four:
         five = Loaded(subject, drawn(64))
-        with pytest.raises(TransferError, match="holds 4 already, and adapters.capacity is 4"):
+        with pytest.raises(TransferError, match=r"holds 4 already, and adapters\.capacity is 4"):
             await five.load()
         answers = await asyncio.gather(*(each.answer() for each in four))
         assert [answer.completion.ids for answer in answers] == [each.expected() for each in four]

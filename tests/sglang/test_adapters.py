@@ -25,6 +25,9 @@ from reef_bus.manifest import describe
 from reef_bus.policy import Policy, pieces
 from reef_bus.safetensors_file import encoded
 from reef_bus.sections import Adapters
+from tests.contract.adapters import ADAPTERS
+from tests.contract.subject import Adapter, Promise
+from tests.contract.subject import Subject as Promised
 from tests.sglang.subject import CLOSE, SHAPE, Subject, greedy, logprobs, running
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -474,3 +477,24 @@ async def test_an_adapter_may_be_loaded_again_once_it_is_gone(subject: Subject) 
         assert await one.unload() == ""
         await one.load()
         assert await one.flaw() == ""
+
+
+# -- what every backend promises
+
+
+async def begun() -> None:
+    await asyncio.sleep(0.3)
+
+
+@pytest.mark.parametrize("promise", ADAPTERS, ids=lambda promise: promise.__name__)
+async def test_it_keeps_what_every_backend_that_takes_adapters_promises(subject: Subject, promise: Promise) -> None:
+    smaller = Lora(4, 12, ("q_proj", "v_proj", "down_proj"))
+    drawn_of = {"first": (drawn(70), LORA), "second": (drawn(71, lora=smaller), smaller)}
+
+    def by_the_policy(base: Pieces, adapter: Adapter, prompt: Prompt) -> tuple[int, ...]:
+        tensors, lora = next(drawn_of[name] for name, each in adapters.items() if each is adapter)
+        return greedy(merged(subject, tensors, lora.alpha / lora.rank), prompt)
+
+    adapters: dict[str, Adapter] = {name: (pieces(tensors), lora) for name, (tensors, lora) in drawn_of.items()}
+    promised = Promised(subject.engine, {"one": subject.version(1)}, SHAPE.vocab, SHAPE.max_len, GREEDY.ids)
+    await promise(promised._replace(begun=begun, long=200, adapters=adapters, adapted=by_the_policy))

@@ -216,7 +216,7 @@ class Manager:
         yield {"output_ids": [3], "meta_info": {}}
 
     def _answer(self, name: str) -> Any:
-        if name.endswith("lora_adapter"):
+        if "lora_adapter" in name:
             return self.lora
         special = {
             "check_weights": (True, "", self.ranks, None),

@@ -64,7 +64,7 @@ class SGLangEngine(ContinuousBackend):
         self.device, self.died, self.borrowed = device, died, borrowed
         self.pauses = PAUSES if spans else (DRAIN, RETRACT)
         self.limits = Limits.of(room.folder)
-        self.held, self.adapters = held, held.most.most() if held else 0
+        self.held, self.adapters = held, held.adapters.most() if held else 0
         self._expected: dict[str, list[Sums]] = {}
         self._session: aiohttp.ClientSession | None = None
         self._halted = False

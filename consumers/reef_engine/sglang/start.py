@@ -55,8 +55,10 @@ async def start(config: Config, me: Me, died: Callable[[str], None], stack: cont
     around = environment(where, room.scratch, ranks)
     oracle = Oracle(flags, ranks, free_port(), around, run / f"{me.id}.oracle.log")
     stack.callback(oracle.close)
-    reference = Reference(around, run / f"{me.id}.reference.log") if config.adapters.most() else None
-    stack.callback(reference.close) if reference else None
+    reference = None
+    if config.adapters.most():
+        reference = Reference(around, run / f"{me.id}.reference.log")
+        stack.callback(reference.close)
     spans = config.publication.pause == IN_PLACE
     if url := inference.urls.get(me.id):
         client = Client(url.rstrip("/"), os.environ.get(KEY, ""))

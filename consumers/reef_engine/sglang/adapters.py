@@ -26,7 +26,7 @@ from reef_bus.shelf import Part
 
 ASK_S = 60.0
 PROBE = 64
-"""Tokens of which the logprobs are compared."""
+"""Tokens of which the logprobs are compared, where a prompt may have so many."""
 WITHIN, WITHIN_ROUNDED = 1e-4, 0.5
 """How far two implementations may differ in one logprob: in float32 on a CPU (measured: 8e-6); in any other dtype, and
 on a GPU (bfloat16 on a CPU: 0.15)."""
@@ -41,8 +41,9 @@ class Held:
         self.ranks = config.inference.tensor_parallel_size
         exact = device == "cpu" and config.inference.dtype == "float32"
         self.within = WITHIN if exact else WITHIN_ROUNDED
-        ids = Limits.of(room.folder).vocab_size - 1  # SGLang 0.5.23 calls the last id of a prompt 0
-        self.probe = tuple(_drawn(place) % ids for place in range(PROBE))
+        limits = Limits.of(room.folder)
+        ids = limits.vocab_size - 1  # SGLang 0.5.23 calls the last id of a prompt 0
+        self.probe = tuple(_drawn(place) % ids for place in range(min(PROBE, limits.longest())))
 
     def load(self, name: str, tensors: Pieces, lora: Lora) -> None:
         manifest = describe(tensors)

@@ -30,12 +30,16 @@ class Limits(msgspec.Struct, frozen=True):
         except (OSError, msgspec.MsgspecError) as error:
             raise Rejected(f"{model / 'config.json'} does not say what a prompt may be: {error}") from error
 
+    def longest(self) -> int:
+        """Tokens that a prompt may have."""
+        return self.max_position_embeddings - PROMPT_RESERVED
+
     def check(self, prompt: Prompt) -> None:
         if not prompt.ids or not all(0 <= token < self.vocab_size for token in prompt.ids):
             raise Rejected(
                 f"found prompt ids {prompt.ids}; expected at least one, each from 0 to {self.vocab_size - 1}"
             )
-        if len(prompt.ids) > (most := self.max_position_embeddings - PROMPT_RESERVED):
+        if len(prompt.ids) > (most := self.longest()):
             raise Rejected(f"found a prompt of {len(prompt.ids)} tokens; expected {most} at most")
         room = self.max_position_embeddings - RESERVED - len(prompt.ids)
         if not 1 <= prompt.max_tokens <= room:

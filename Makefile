@@ -10,13 +10,16 @@ ARGS ?=
 export PYTHON
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-sglang test test-sglang test-gpu lint format kill-matrix simulate bench bench-baselines schemas clean prepare-demo prepare-dev prepare-bench prepare-sglang
+.PHONY: help demo demo-lora demo-sglang test test-sglang test-gpu lint format kill-matrix simulate bench bench-baselines schemas clean prepare-demo prepare-lora prepare-dev prepare-bench prepare-sglang
 
 help:  ## what there is
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-15s %s\n", $$1, $$2}' Makefile
 
 demo: prepare-demo  ## a policy that learns while it serves, every version through the log
 	@$(BIN)/reef-bus demo $(ARGS)
+
+demo-lora: prepare-lora  ## two scenarios, each with a LoRA adapter of its own over one frozen base model
+	@$(BIN)/reef-bus demo --lora $(ARGS)
 
 demo-sglang: prepare-sglang  ## the same over two real SGLang servers on this CPU; five minutes, 2.8 GB; x86-64 Linux
 	@PYTHONPATH=$(SHIMS) $(SGLANG)/bin/reef-bus demo --engine sglang $(ARGS)
@@ -62,6 +65,9 @@ clean:  ## remove the environments and what the tools left
 
 prepare-demo:
 	@sh deploy/prepare.sh demo
+
+prepare-lora:
+	@sh deploy/prepare.sh demo lora
 
 prepare-dev:
 	@sh deploy/prepare.sh demo dev

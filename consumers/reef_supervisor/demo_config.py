@@ -21,6 +21,7 @@ from reef_bus.errors import Rejected
 from reef_bus.events import CATALOGUE
 
 MODEL = "model"  # a folder in the state folder
+PEFT = "`make demo-lora` installs it beside, or pip install 'reef-bus[lora]'"
 SGLANG = "`make demo-sglang` installs it beside, for the CPU; docs/sglang.md says how it is done with a GPU"
 
 
@@ -42,6 +43,8 @@ def check(args: argparse.Namespace) -> None:
         args.target = TARGET_LORA if args.lora else TARGET
     if args.releases is None:
         args.releases = 1 if args.resume else RELEASES
+    if args.lora and importlib.util.find_spec("peft") is None:
+        raise Rejected(f"--lora: PEFT, which trains adapters, is not installed here; {PEFT}")
     if args.engine == "sglang" and importlib.util.find_spec("sglang") is None:
         raise Rejected(f"--engine sglang: SGLang is not installed here; {SGLANG}")
 

@@ -212,7 +212,7 @@ class InferenceBackend(ABC):
         raise self._no_adapters()
 
     def resident(self) -> frozenset[str]:
-        """The names of all adapters that the engine lists."""
+        """The names of all adapters that the engine lists. Raises TransferError if it refuses to say."""
         return frozenset()
 
     def _no_adapters(self) -> ContractError:

@@ -17,7 +17,7 @@ from reef_bus.backends import InferenceBackend, Pieces, Proof
 from reef_bus.core.effects import LoadAdapter, UnloadAdapter
 from reef_bus.core.ids import parse_adapter_name
 from reef_bus.core.world import World
-from reef_bus.errors import ContractError, TransferError
+from reef_bus.errors import ContractError, TransferError, Unavailable
 from reef_bus.events import AdapterLeaked, AdapterUnloaded, EngineLeft, EngineStaged, Event, ReceiverFailed
 from reef_bus.manifest import Manifest
 from reef_bus.runner import blocking
@@ -54,15 +54,21 @@ class Adapters:
 
     async def resident(self) -> tuple[str, ...]:
         """Those of ours that a boot finds: an engine that somebody else runs may hold others of its own."""
-        listed = await blocking(self.backend.resident) if self.most() else ()
-        return tuple(sorted(filter(_ours, listed)))
+        return tuple(sorted(filter(_ours, await self._listed()))) if self.most() else ()
 
     async def look(self, world: World) -> None:
         """Whether the engine lists all that it was proven to hold: it may have been another one meanwhile."""
         found = world.membership.engines.get(self.engine)
         if found and found.residency and found.residency.slots:
             proven = frozenset(name for name, slot in found.residency.slots.items() if slot.load_ids)
-            self.lost = proven - await blocking(self.backend.resident)
+            self.lost = proven - await self._listed()
+
+    async def _listed(self) -> frozenset[str]:
+        try:
+            found: frozenset[str] = await blocking(self.backend.resident)
+        except TransferError as error:
+            raise Unavailable(f"the engine does not say which adapters it holds: {error}") from error
+        return found
 
     @contextlib.contextmanager
     def leased(self, name: str) -> Iterator[None]:

@@ -102,6 +102,7 @@ class Adapters:
     def _load(self, effect: LoadAdapter, manifest: Manifest) -> Proof:
         """What is read is hashed on its way; what the engine made of it is the engine's to prove."""
         if not effect.held:
+            self.lost -= {effect.name}
             tensors = read(self.store, effect.weights.digest, manifest)
             self._received(tensors, effect.load_id)
             self.backend.load_adapter(effect.name, tensors, effect.lora)
@@ -128,12 +129,18 @@ class Adapters:
         while self._leases[effect.name]:
             self._released.clear()
             await self._released.wait()
-        why: str = await blocking(self.backend.unload_adapter, effect.name)
+        why: str = await blocking(self._unload, effect.name)
         if why:
             log.warning("%s may still be there: %s", effect.name, why)
             return AdapterLeaked(engine=self.engine, adapter=effect.name, detail=why)
-        self.lost -= {effect.name}
         return AdapterUnloaded(engine=self.engine, adapter=effect.name)
+
+    def _unload(self, name: str) -> str:
+        """Maybe nobody is left to hear of it, as it is not to go any more: then the log has to be told what is lost."""
+        why = self.backend.unload_adapter(name)
+        if not why:
+            self.lost |= {name}
+        return why
 
 
 def _ours(name: str) -> bool:

@@ -96,6 +96,10 @@ def unrest(
     training: Training, publications: Publications, requests: Mapping[int, Request], components: Mapping[str, Component]
 ) -> str:
     """What is open, and who ends it; empty when the log is quiet."""
+    if training.adapters:
+        return (
+            f"it trains adapters of {', '.join(training.adapters)}, and a start holds the whole model alone: go on here"
+        )
     if training.job:
         return f"job {training.job.id} is open: the trainer has to finish it"
     if publications.open:

@@ -42,6 +42,7 @@ class Adapters:
         self.backend = backend
         self.store = store
         self.lost: frozenset[str] = frozenset()  # what the log says is held, and the engine does not list
+        self._doubted = False  # since it may be another engine than that which held them
         self._most = most
         self._received = received
         self._leases = collections.Counter[str]()
@@ -57,12 +58,21 @@ class Adapters:
         listed = await blocking(self.backend.resident) if self.most() else ()
         return tuple(sorted(filter(_ours, listed)))
 
+    def doubt(self) -> None:
+        """Nobody is answered with any of them until it was looked which are there."""
+        self._doubted = True
+
+    def there(self, name: str) -> bool:
+        """For all that is known here: the log may not have been told yet. The base model goes by no name."""
+        return not name or not (self._doubted or name in self.lost)
+
     async def look(self, world: World) -> None:
         """Whether the engine lists all that it was proven to hold: it may have been another one meanwhile."""
         found = world.membership.engines.get(self.engine)
         if found and found.residency and found.residency.slots:
             proven = frozenset(name for name, slot in found.residency.slots.items() if slot.load_ids)
             self.lost = proven - await blocking(self.backend.resident)
+        self._doubted = False
 
     @contextlib.contextmanager
     def leased(self, name: str) -> Iterator[None]:

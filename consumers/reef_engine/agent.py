@@ -144,7 +144,8 @@ class Agent(Role):
     def version(self, scenario: str) -> Version | None:
         """What a request of that scenario is answered with now, when the gate is open; None: nothing here can."""
         engine = self.world.membership.engines.get(self.me.id)
-        return version(self.world, engine, scenario) if engine else None
+        found = version(self.world, engine, scenario) if engine else None
+        return found if found and self.adapters.there(found.adapter) else None
 
     def serving(self) -> str:
         """The load id that this boot may generate with now, or an empty string."""
@@ -401,6 +402,7 @@ class Agent(Role):
 
     def doubt(self) -> None:
         """What was proven is not what answers: it may be another's doing. Prove it again, or load it."""
+        self.adapters.doubt()
         self._writing()
 
     def _writing(self) -> None:

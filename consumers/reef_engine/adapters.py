@@ -42,7 +42,7 @@ class Adapters:
         self.backend = backend
         self.store = store
         self.lost: frozenset[str] = frozenset()  # what the log says is held, and the engine does not list
-        self._doubted = False  # since it may be another engine than that which held them
+        self.doubted = False  # since it may be another engine than that which held them
         self._most = most
         self._received = received
         self._leases = collections.Counter[str]()
@@ -60,11 +60,11 @@ class Adapters:
 
     def doubt(self) -> None:
         """Nobody is answered with any of them until it was looked which are there."""
-        self._doubted = True
+        self.doubted = True
 
     def there(self, name: str) -> bool:
         """For all that is known here: the log may not have been told yet. The base model goes by no name."""
-        return not name or not (self._doubted or name in self.lost)
+        return not name or not (self.doubted or name in self.lost)
 
     async def look(self, world: World) -> None:
         """Whether the engine lists all that it was proven to hold: it may have been another one meanwhile."""
@@ -72,7 +72,7 @@ class Adapters:
         if found and found.residency and found.residency.slots:
             proven = frozenset(name for name, slot in found.residency.slots.items() if slot.load_ids)
             self.lost = proven - await blocking(self.backend.resident)
-        self._doubted = False
+        self.doubted = False
 
     @contextlib.contextmanager
     def leased(self, name: str) -> Iterator[None]:
@@ -86,7 +86,21 @@ class Adapters:
                 del self._leases[name]
                 self._released.set()
 
-    async def load(self, effect: LoadAdapter) -> Event:
+    async def load(self, effect: LoadAdapter, world: World) -> Event:
+        """First of all, be rid of what an earlier load left that was given up before anybody could say so."""
+        for name in await blocking(self._strays, effect, world):
+            if why := await blocking(self._unload, name):
+                return AdapterLeaked(engine=self.engine, adapter=name, detail=why)
+        return await self._loaded(effect)
+
+    def _strays(self, effect: LoadAdapter, world: World) -> list[str]:
+        found = world.membership.engines.get(self.engine)
+        known = found.residency.slots.keys() if found and found.residency else set()
+        if not effect.held:
+            known = known - {effect.name}
+        return sorted(name for name in self.backend.resident() if _ours(name) and name not in known)
+
+    async def _loaded(self, effect: LoadAdapter) -> Event:
         began = asyncio.get_running_loop().time()
         try:
             manifest: Manifest = Manifest.decode(await blocking(self.store.get, effect.manifest))

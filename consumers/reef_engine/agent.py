@@ -156,7 +156,7 @@ class Agent(Role):
 
     def react(self, world: World, now: int) -> Sequence[Debt]:
         head = world.publications.head
-        written = head is not None and self.proven != head.manifest
+        written = head is not None and (self.proven != head.manifest or self.adapters.doubted)
         deadlines, lost = self.config.publication.deadlines, self.adapters.lost
         return reactions.engine(world, self.me, deadlines, written=written, lost=lost)
 
@@ -174,7 +174,7 @@ class Agent(Role):
                 return await self._verify(effect)
             case LoadAdapter() as effect:
                 async with self.ingress:
-                    return await self.adapters.load(effect)
+                    return await self.adapters.load(effect, self.world)
             case UnloadAdapter() as effect:
                 async with self.ingress:
                     return await self.adapters.unload(effect)

@@ -74,12 +74,12 @@ class Shape:
     @classmethod
     def adapted(cls, chance: random.Random) -> Shape:
         """A deployment of adapters: what is sent or stopped for a release does not matter to them."""
-        scenarios = SCENARIOS[: chance.choice((2, 2, 3))]
+        scenarios = SCENARIOS[: chance.choice((2, 2, 2, 3))]
         return replace(
             cls.drawn(chance),
             adapters=scenarios,
             capacity=len(scenarios) + chance.choice((1, 1, 2, 4)),
-            jobs=chance.choice((2, 3, 4, 6)),
+            jobs=chance.choice((2, 3, 4)),
             mode="fenced",
             single_copy=0,
             in_place=False,

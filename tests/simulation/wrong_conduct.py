@@ -258,9 +258,9 @@ CONDUCT = (
         "an answer names the head as it is when it is done, and not what it was generated with",
         (
             Edit(
-                SERVER + "_generate",
-                "batch.add(found, load_id, as_of,",
-                "batch.add(found, world.publications.head.load_id, as_of,",
+                SERVER + "_sample",
+                "batch.add(found, as_of, agent.world.seq)",
+                "batch.go_on(agent.world.publications.head.load_id) or batch.add(found, as_of, agent.world.seq)",
             ),
         ),
         under(Shape(eager=True, thread_s=0.1), pause=1.0, lag=1.0),

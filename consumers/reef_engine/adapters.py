@@ -96,8 +96,7 @@ class Adapters:
     def _strays(self, effect: LoadAdapter, world: World) -> list[str]:
         found = world.membership.engines.get(self.engine)
         known = found.residency.slots.keys() if found and found.residency else set()
-        if not effect.held:
-            known = known - {effect.name}
+        known = known | {effect.name} if effect.held else known - {effect.name}
         return sorted(name for name in self.backend.resident() if _ours(name) and name not in known)
 
     async def _loaded(self, effect: LoadAdapter) -> Event:

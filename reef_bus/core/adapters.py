@@ -35,17 +35,14 @@ def told(membership: Membership, publications: Publications, recorded: Recorded)
 
 
 def _join(engine: Engine, publications: Publications, recorded: Recorded, event: EngineJoined) -> None:
-    """With every head to come, and nothing of which anything is known."""
-    if event.adapters == 0:
+    """With every head to come, and nothing of which anything is known. It is a member of nothing yet."""
+    if event.adapters is not None and event.adapters < 1:
         return
     heads = {scenario: head.load_id for scenario, head in publications.adapters.items()}
     state = Residency(capacity=event.adapters, current=heads)
     for name in event.resident:
         state = residency.unload_failed(state, name)
     engine.residency = state
-    open_ = publications.open
-    if open_ and Member(engine.id, engine.boot) in open_.members:
-        _expect(engine, open_)
 
 
 def _stage(engine: Engine, publications: Publications, recorded: Recorded, event: EngineStaged) -> None:

@@ -149,7 +149,7 @@ def _begin(world: World, start: Start) -> None:
     world.queue = waiting(world, world.training.selected)
     world.start = None
     if start.scenario:
-        world.tails["train"] = Tail(registered=True)
+        world.tails["train"] = Tail(registered=True, whole=start.dispatched > 0)
 
 
 def waiting(world: World, candidates: list[str]) -> list[str]:

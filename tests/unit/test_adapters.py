@@ -11,8 +11,8 @@ from msgspec.structs import replace
 from reef_bus.core import reactions
 from reef_bus.core.effects import Append, AssembleBatch, Debt, LoadAdapter, Me, Policy, RegisterAdapter, UnloadAdapter
 from reef_bus.core.serving import Version, version
-from reef_bus.core.start import unrest
-from reef_bus.core.world import World
+from reef_bus.core.start import compact, unrest
+from reef_bus.core.world import World, fold
 from reef_bus.events import (
     AdapterUnloaded,
     EngineLeft,
@@ -49,6 +49,7 @@ from tests.facts import (
     blob,
     digest,
     dispatched,
+    dropped,
     halted,
     holds,
     joined,
@@ -63,7 +64,7 @@ from tests.facts import (
     trainer_joined,
     unloaded,
 )
-from tests.spec import Step, by, contradicts, counts, facts_of, given, only, publisher_debts, void
+from tests.spec import Scribe, Step, by, contradicts, counts, facts_of, given, only, publisher_debts, void
 
 SCENARIOS = (MATH, CODE)
 
@@ -123,6 +124,22 @@ def test_no_adapter_is_registered_where_the_whole_model_is_trained() -> None:
 
 def test_no_adapter_is_registered_before_its_base() -> None:
     given(opened(), trainer_joined()).when(adapter_registered(MATH)).then(void("no base model yet"))
+
+
+def test_no_adapter_is_registered_on_a_log_that_goes_on_from_one_that_trained_the_whole_model() -> None:
+    old = given(*SERVING, dispatched("j1"), dropped("j1")).world
+    world, scribe = World(start=compact(old.seq, old.last_id, old.training, old.publications)), Scribe()
+    opening = replace(opened(), predecessor="LOG", predecessor_seq=old.seq, predecessor_id=old.last_id, start=blob("s"))
+    for event in (opening, by("t2", trainer_joined()), by("t2", adapter_registered(MATH))):
+        recorded = scribe.write(event)
+        why = fold(world, replace(recorded, seq=old.seq + recorded.seq, prev=world.tail(recorded.event.chain)))
+    assert why == "the whole model is trained here"
+
+
+@pytest.mark.parametrize("room", [0, -1])
+def test_an_engine_that_joins_without_room_takes_no_adapters(room: int) -> None:
+    world = given(*REGISTERED, joined_with("e0", room)).then()
+    assert world.membership.engines["e0"].residency is None
 
 
 def test_an_adapter_of_another_base_is_a_contradiction() -> None:

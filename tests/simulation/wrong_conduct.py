@@ -297,7 +297,10 @@ CONDUCT = (
     Breakage(
         "kv-kept-over-retract",
         "a request that is to start over goes on with the tokens and the KV cache that it had",
-        (Edit(SERVER + "_generate", "batch.retract()", "batch.spans = []"),),
+        (
+            Edit(SERVER + "_generate", "batch.retract()", "batch.spans = []"),
+            Edit(SERVER + "_part", "if kept and", "if False and kept and"),
+        ),
         under(Shape(eager=True, pause="retract", generate_s=0.2)),
     ),
     Breakage(

@@ -14,12 +14,13 @@ import pytest
 from msgspec.structs import replace
 
 from consumers.reef_engine.agent import Agent
+from consumers.reef_engine.continuous import Continuous
 from consumers.reef_engine.endpoint import Waiting
 from consumers.reef_engine.fault import Fault
 from consumers.reef_engine.server import Server
 from consumers.reef_gateway.router import Router
 from reef_bus.artifacts import ArtifactStore, save_weights
-from reef_bus.backends import Generated, Prompt
+from reef_bus.backends import Answer, ContinuousBackend, Generated, Prompt
 from reef_bus.config import Adapters, Config
 from reef_bus.core.effects import Debt, LoadAdapter, Me, UnloadAdapter
 from reef_bus.events import AdapterLeaked, AdapterUnloaded, EngineLeft, EngineStaged, Event, ReceiverFailed
@@ -159,6 +160,47 @@ async def test_each_request_is_answered_and_named_by_its_own_scenarios_head(tmp_
     worker.cancel()
     assert [(each.load_id, bytes(each.completion.ids)) for each in found] == [(L(1), M1), (L(0), base), (L(0), base)]
     assert beside.agent.adapters._leases == {}
+
+
+class Batching(AdapterMemory, ContinuousBackend):
+    """It batches by itself: what is in hand is answered when it is told to."""
+
+    def __init__(self, beside: Beside) -> None:
+        AdapterMemory.__init__(self, random.Random(2), beside.nemesis, 3)
+        self.asked: list[Prompt] = []
+        self.go = asyncio.Event()
+
+    async def answer(self, prompt: Prompt) -> Answer:
+        self.asked.append(prompt)
+        await self.go.wait()
+        return Answer(self.generate([prompt])[0], ((L(0), 32),))
+
+    async def abort(self) -> None: ...
+
+    async def halt(self) -> None: ...
+
+    async def go_on(self) -> None: ...
+
+
+async def test_who_batches_by_itself_names_each_request_and_holds_its_adapter_until_it_is_answered(
+    tmp_path: Path,
+) -> None:
+    beside = Beside(tmp_path)
+    backend = beside.agent.backend = beside.agent.adapters.backend = Batching(beside)
+    beside.see(*FROZEN, *ONE)
+    backend.held[name(MATH, 1)] = M1
+    server = Continuous(beside.agent, backend, 4)
+    asked = [server._enter(Prompt(ids=(1,), max_tokens=32, scenario=each)) for each in (MATH, CODE)]
+    worker = asyncio.create_task(server.work())
+    while len(backend.asked) < 2:
+        await asyncio.sleep(0)
+    unload = asyncio.create_task(beside.does(UnloadAdapter(name(MATH, 1))))
+    await asyncio.sleep(0.05)
+    assert [prompt.adapter for prompt in backend.asked] == [name(MATH, 1), ""] and not unload.done()
+    backend.go.set()
+    assert [each.load_id for each in await asyncio.gather(*asked)] == [L(1), L(0)]
+    assert isinstance(await unload, AdapterUnloaded)
+    worker.cancel()
 
 
 async def test_a_request_of_a_scenario_whose_head_is_not_there_is_asked_elsewhere(tmp_path: Path) -> None:

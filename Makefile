@@ -47,8 +47,9 @@ format: prepare-dev  ## let ruff write the layout that `make lint` asks for
 kill-matrix: prepare-dev  ## every role killed and stopped at every event; half an hour, resumable; prints the tables
 	@$(BIN)/python -m tests.e2e.kill_matrix $(ARGS)
 
-simulate: prepare-dev  ## 2,000 seeds of simulated faults, alone on both cores; prints the table
+simulate: prepare-dev  ## 2,000 seeds of simulated faults, and 200 of adapters, alone on both cores; prints the tables
 	@$(BIN)/python -m tests.simulation --seeds 2000 $(ARGS)
+	@$(BIN)/python -m tests.simulation --adapters --seeds 200 $(ARGS)
 
 bench: prepare-bench  ## the figures of docs/figures.md on this machine, in half an hour; prints the table
 	@$(BIN)/python -m tests.bench.weights $(ARGS)

@@ -47,6 +47,9 @@ def _audit_lines(found: Audit) -> Iterable[str]:
     yield f"proofs   {found.receivers_verified} by engines, for {found.releases} releases after the base model"
     if found.final.n and found.final.mean is not None:
         yield f"reward   {found.final.mean:.3f} over {found.final.n} final answers by {found.final.load_id}"
+    for scenario, final in found.finals.items():
+        if final.n and final.mean is not None:
+            yield f"reward   {final.mean:.3f} over {final.n} final answers to {scenario} by {final.load_id}"
     for notice in found.unchecked:
         yield f"{paint('unchecked')}: {notice}"
     for notice in found.open:

@@ -5,9 +5,11 @@ Knows: the invariants of protocol.md section 8. Must not know: worlds, debts, or
 
 from __future__ import annotations
 
+import hashlib
 import re
 
 from reef_bus.events import (
+    AdapterRegistered,
     CandidateReady,
     CandidateSelected,
     Event,
@@ -66,13 +68,20 @@ class Audit:
         self.ambiguous = False
         self.rollback = False
         self.candidate = self.mode = ""
-        self.head = ""
+        self.heads = {"": ""}  # by the scenario of an adapter; of none: the base model's
+        self.origins: dict[str, AdapterRegistered] = {}
+        self.of: dict[str, str] = {}  # load ids of adapters: whose they are
+        self.scenario = ""  # the open publication's, if it is of an adapter
         self.sequence = 0
         self.job = ""
         self.publication = ""
         self.attempt = (0, frozenset[Member]())
         self.words: dict[tuple[str, str, int], Event] = {}
         self.fences: list[tuple[int, frozenset[Member]]] = [(0, frozenset())]
+
+    @property
+    def head(self) -> str:
+        return self.heads[""]
 
     def fence(self, seq: int) -> frozenset[Member]:
         """Whom a fence covered after the event at `seq`."""
@@ -96,6 +105,8 @@ class Audit:
             self.incarnation = event.incarnation
         elif isinstance(event, ScenarioRegistered):
             self._register(event)
+        elif isinstance(event, AdapterRegistered):
+            self._freeze(event)
         elif name == "JobAmbiguous":
             self.ambiguous = True
         elif isinstance(event, TrainerJoined):
@@ -108,6 +119,7 @@ class Audit:
             self._refuse(event)
         elif name == "JobDispatched":
             assert not self.job, "two open jobs"
+            assert not self.origins or event.scenario in self.origins, "the base model is frozen"  # type: ignore[attr-defined]
             self.job, self.started_by = event.job, ""  # type: ignore[attr-defined]
         elif name in ("JobDropped", "JobDiscarded", "CandidateSelected", "CandidateRejected"):
             assert self.job, f"{name} without a job"
@@ -146,7 +158,8 @@ class Audit:
             assert self.selected & set(heirs), f"{event.candidate} is superseded by none that was trained from it"
         if event.reason == "base_lost":
             base = self._base(event.candidate)
-            lost = (base == "base" or base in self.fates) and base != self.contents[self.head]
+            known = base == "base" or base in self.fates or base in self._nothing().values()
+            lost = known and base != self._tip(event.scenario)
             assert lost, f"the base of {event.candidate} is not lost"
         self._end(event.candidate, event.reason)
 
@@ -155,11 +168,47 @@ class Audit:
         base = self.made[candidate].base
         while self.fates.get(base) == "superseded":
             base = self.made[base].base
-        return base
+        return self._named(base)
+
+    def _nothing(self) -> dict[str, str]:
+        """By scenario: what stands for the adapter that changes nothing."""
+        return {scenario: f"none of {scenario}" for scenario in self.origins}
+
+    def _tip(self, scenario: str) -> str:
+        """The content of the scenario's head."""
+        of = scenario if scenario in self.origins else ""
+        return self._release(of, self.heads[of])
+
+    def _release(self, of: str, load_id: str) -> str:
+        if of and load_id == f"{self.incarnation}:0":
+            return self._nothing()[of]
+        return self.contents[load_id] if self.of.get(load_id, "") == of else ""
+
+    def _named(self, candidate: str) -> str:
+        """A candidate by its own name, but for those that are no adapter: these are what a scenario begins with."""
+        begun = {self._begins(each): nothing for each, nothing in self._nothing().items()}
+        return begun.get(candidate, candidate)
+
+    def _begins(self, scenario: str) -> str:
+        return f"base-{hashlib.sha256(scenario.encode()).hexdigest()[:16]}"
+
+    def _freeze(self, event: AdapterRegistered) -> None:
+        assert (
+            self.base is not None and event.base_manifest == self.base.manifest and event.scenario not in self.origins
+        )
+        assert not self.made, "the whole model was trained"
+        self.origins[event.scenario], self.heads[event.scenario] = event, self.head
 
     def _target(self, event: TargetPersisted) -> None:
+        self.scenario = event.scenario if event.lora else ""
+        assert bool(event.lora) == bool(self.origins) == (event.scenario in self.origins), "the base model is frozen"
         number = int(event.load_id.removeprefix(f"{self.incarnation}:"))
-        assert not self.publication and number > self.sequence and event.parent == self.head and event.members
+        assert (
+            not self.publication
+            and number > self.sequence
+            and event.parent == self.heads[self.scenario]
+            and event.members
+        )
         assert event.load_id not in self.named
         self._content(event)
         self.named[event.load_id], self.sequence = event.manifest, number
@@ -167,7 +216,7 @@ class Audit:
         self.publication, self.attempt = event.publication, (1, frozenset(event.members))
 
     def _register(self, event: ScenarioRegistered) -> None:
-        self.head = f"{self.incarnation}:0"
+        self.heads[""] = f"{self.incarnation}:0"
         self.committed[self.head], self.contents[self.head] = event.manifest, "base"
         self.base = event
 
@@ -177,15 +226,18 @@ class Audit:
         assert asked is not None, f"{recorded.seq} {recorded.name} answers what nobody asked, or what was answered"
         assert recorded.name in ANSWERS[type(asked).__name__], f"{recorded.name} answers {type(asked).__name__}"
         if isinstance(event, TargetPersisted) and isinstance(asked, RollbackRequested):
-            assert (asked.head, self.contents[asked.release]) == (self.head, event.candidate)
+            of = event.scenario if event.lora else ""
+            assert not of or asked.scenario == of
+            assert asked.head == self.heads[of] and self._release(of, asked.release) == self._named(event.candidate)
 
     def _content(self, event: TargetPersisted) -> None:
         """The candidate's own content, once; and its base chain leads to the head, unless it is a rollback's."""
-        assert event.sender == ("artifact" if event.request else "trainer")
-        content = self.made.get(event.candidate) or self.base
+        assert event.sender == ("artifact" if event.request or event.lora else "trainer")
+        content = self.made.get(event.candidate) or self.origins.get(self.scenario) or self.base
         assert content is not None and (event.manifest, event.weights) == (content.manifest, content.weights)
         if not event.request:
-            assert self._base(event.candidate) == self.contents[self.head] and event.candidate not in self.fates
+            assert self._base(event.candidate) == self._tip(event.scenario) and event.candidate not in self.fates
+            assert self.made[event.candidate].scenario == event.scenario
 
     def _commit(self, event: ReleaseCommitted) -> None:
         members = self.attempt[1]
@@ -194,9 +246,11 @@ class Audit:
         assert self.named[event.load_id] == event.manifest
         for member in members:
             word = self.words[member.boot, event.publication, event.attempt]
+            assert not self.scenario or word.scenario == self.scenario  # type: ignore[attr-defined]
             said = (type(word).__name__, word.load_id, word.manifest)  # type: ignore[attr-defined]
             proof = "EngineStaged" if self.mode == "staged" else "ReceiverVerified"
             assert said == (proof, event.load_id, event.manifest)
-        self.head, self.publication = event.load_id, ""
-        self.committed[event.load_id], self.contents[event.load_id] = event.manifest, event.candidate
+        self.heads[self.scenario], self.publication, self.of[event.load_id] = event.load_id, "", self.scenario
+        self.committed[event.load_id] = event.manifest
+        self.contents[event.load_id] = self._named(event.candidate)
         self._end("" if self.rollback else event.candidate, "committed")

@@ -42,6 +42,7 @@ class Adapters:
         self.backend = backend
         self.store = store
         self.lost: frozenset[str] = frozenset()  # what the log says is held, and the engine does not list
+        self.doubted = False  # since it may be another engine than that which held them
         self._most = most
         self._received = received
         self._leases = collections.Counter[str]()
@@ -56,12 +57,21 @@ class Adapters:
         """Those of ours that a boot finds: an engine that somebody else runs may hold others of its own."""
         return tuple(sorted(filter(_ours, await self._listed()))) if self.most() else ()
 
+    def doubt(self) -> None:
+        """Nobody is answered with any of them until it was looked which are there."""
+        self.doubted = True
+
+    def there(self, name: str) -> bool:
+        """For all that is known here: the log may not have been told yet. The base model goes by no name."""
+        return not name or not (self.doubted or name in self.lost)
+
     async def look(self, world: World) -> None:
         """Whether the engine lists all that it was proven to hold: it may have been another one meanwhile."""
         found = world.membership.engines.get(self.engine)
         if found and found.residency and found.residency.slots:
             proven = frozenset(name for name, slot in found.residency.slots.items() if slot.load_ids)
             self.lost = proven - await self._listed()
+        self.doubted = False
 
     async def _listed(self) -> frozenset[str]:
         try:
@@ -82,7 +92,20 @@ class Adapters:
                 del self._leases[name]
                 self._released.set()
 
-    async def load(self, effect: LoadAdapter) -> Event:
+    async def load(self, effect: LoadAdapter, world: World) -> Event:
+        """First of all, be rid of what an earlier load left that was given up before anybody could say so."""
+        for name in self._strays(effect, world, await self._listed()):
+            if why := await blocking(self._unload, name):
+                return AdapterLeaked(engine=self.engine, adapter=name, detail=why)
+        return await self._loaded(effect)
+
+    def _strays(self, effect: LoadAdapter, world: World, listed: frozenset[str]) -> list[str]:
+        found = world.membership.engines.get(self.engine)
+        known = found.residency.slots.keys() if found and found.residency else set()
+        known = known | {effect.name} if effect.held else known - {effect.name}
+        return sorted(name for name in listed if _ours(name) and name not in known)
+
+    async def _loaded(self, effect: LoadAdapter) -> Event:
         began = asyncio.get_running_loop().time()
         try:
             manifest: Manifest = Manifest.decode(await blocking(self.store.get, effect.manifest))
@@ -108,6 +131,7 @@ class Adapters:
     def _load(self, effect: LoadAdapter, manifest: Manifest) -> Proof:
         """What is read is hashed on its way; what the engine made of it is the engine's to prove."""
         if not effect.held:
+            self.lost -= {effect.name}
             tensors = read(self.store, effect.weights.digest, manifest)
             self._received(tensors, effect.load_id)
             self.backend.load_adapter(effect.name, tensors, effect.lora)
@@ -134,12 +158,18 @@ class Adapters:
         while self._leases[effect.name]:
             self._released.clear()
             await self._released.wait()
-        why: str = await blocking(self.backend.unload_adapter, effect.name)
+        why: str = await blocking(self._unload, effect.name)
         if why:
             log.warning("%s may still be there: %s", effect.name, why)
             return AdapterLeaked(engine=self.engine, adapter=effect.name, detail=why)
-        self.lost -= {effect.name}
         return AdapterUnloaded(engine=self.engine, adapter=effect.name)
+
+    def _unload(self, name: str) -> str:
+        """Maybe nobody is left to hear of it, as it is not to go any more: then the log has to be told what is lost."""
+        why = self.backend.unload_adapter(name)
+        if not why:
+            self.lost |= {name}
+        return why
 
 
 def _ours(name: str) -> bool:

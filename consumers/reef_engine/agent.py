@@ -144,7 +144,8 @@ class Agent(Role):
     def version(self, scenario: str) -> Version | None:
         """What a request of that scenario is answered with now, when the gate is open; None: nothing here can."""
         engine = self.world.membership.engines.get(self.me.id)
-        return version(self.world, engine, scenario) if engine else None
+        found = version(self.world, engine, scenario) if engine else None
+        return found if found and self.adapters.there(found.adapter) else None
 
     def serving(self) -> str:
         """The load id that this boot may generate with now, or an empty string."""
@@ -155,7 +156,7 @@ class Agent(Role):
 
     def react(self, world: World, now: int) -> Sequence[Debt]:
         head = world.publications.head
-        written = head is not None and self.proven != head.manifest
+        written = head is not None and (self.proven != head.manifest or self.adapters.doubted)
         deadlines, lost = self.config.publication.deadlines, self.adapters.lost
         return reactions.engine(world, self.me, deadlines, written=written, lost=lost)
 
@@ -173,7 +174,7 @@ class Agent(Role):
                 return await self._verify(effect)
             case LoadAdapter() as effect:
                 async with self.ingress:
-                    return await self.adapters.load(effect)
+                    return await self.adapters.load(effect, self.world)
             case UnloadAdapter() as effect:
                 async with self.ingress:
                     return await self.adapters.unload(effect)
@@ -401,6 +402,7 @@ class Agent(Role):
 
     def doubt(self) -> None:
         """What was proven is not what answers: it may be another's doing. Prove it again, or load it."""
+        self.adapters.doubt()
         self._writing()
 
     def _writing(self) -> None:

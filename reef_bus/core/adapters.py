@@ -35,30 +35,32 @@ def told(membership: Membership, publications: Publications, recorded: Recorded)
 
 
 def _join(engine: Engine, publications: Publications, recorded: Recorded, event: EngineJoined) -> None:
-    """With every head to come, and nothing of which anything is known."""
-    if event.adapters == 0:
+    """With every head to come, and nothing of which anything is known. It is a member of nothing yet."""
+    if event.adapters is not None and event.adapters < 1:
         return
     heads = {scenario: head.load_id for scenario, head in publications.adapters.items()}
     state = Residency(capacity=event.adapters, current=heads)
     for name in event.resident:
         state = residency.unload_failed(state, name)
     engine.residency = state
-    open_ = publications.open
-    if open_ and Member(engine.id, engine.boot) in open_.members:
-        _expect(engine, open_)
 
 
 def _stage(engine: Engine, publications: Publications, recorded: Recorded, event: EngineStaged) -> None:
-    """A proof of what the load id names; of anything else, it is of something that nobody may use."""
+    """A proof of what the load id names, under the name where that goes. A word on anything else is of something that
+    nobody may use; but one that comes too late takes nothing away from what is held by that name, if it says the same
+    of it."""
     if not event.adapter or engine.residency is None:
         return
     state, engine.adapted = engine.residency, recorded.seq
     if _manifest(publications, event) == event.manifest:
-        state = residency.loaded(state, event.scenario, event.load_id, event.manifest)
-        ids = state.slots[event.adapter].load_ids if event.adapter in state.slots else ()
-    else:
-        ids = ()
-    engine.residency = state if event.load_id in ids else residency.unload_failed(state, event.adapter)
+        proven = residency.loaded(state, event.scenario, event.load_id, event.manifest)
+        if event.adapter in proven.slots and event.load_id in proven.slots[event.adapter].load_ids:
+            engine.residency = proven
+            return
+    slot = state.slots.get(event.adapter)
+    known = slot is not None and slot.load_ids and (slot.scenario, slot.manifest) == (event.scenario, event.manifest)
+    if not known:
+        engine.residency = residency.unload_failed(state, event.adapter)
 
 
 def _manifest(publications: Publications, event: EngineStaged) -> str:

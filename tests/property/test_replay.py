@@ -16,13 +16,18 @@ from reef_bus.core.world import World, fold
 from reef_bus.envelope import decode, from_json, headers, payload, to_json
 from reef_bus.events import Draft, Recorded
 from tests.fleet import FAULTS, Fleet
+from tests.simulation.deployment import Deployment, Shape, simulate
+from tests.simulation.faults import Faults
 
-SEEDS = st.integers(0, 7)
+SEEDS = st.integers(0, 9)
+WHOLE = 8  # seeds from here on are of deployments that train adapters
 
 
 @cache
 def history(seed: int) -> tuple[Recorded, ...]:
     """A log of a run with crashes, void events, aborted attempts and halts."""
+    if seed >= WHOLE:
+        return adapters(seed - WHOLE)
     chance, fleet = random.Random(seed), Fleet("cluster" if seed % 2 else "single")
     while len(fleet.log) < 150:
         actor = chance.choice(fleet.actors)
@@ -37,6 +42,15 @@ def history(seed: int) -> tuple[Recorded, ...]:
     return tuple(fleet.log)
 
 
+def adapters(seed: int) -> tuple[Recorded, ...]:
+    """The log of a simulated deployment of adapters in which every kind of fault befalls these."""
+    kept: list[Deployment] = []
+    faults = Faults(no_load=0.1, late_load=0.1, another_load=0.1, leak=0.3, lose=0.5, crash=0.3, late=0.1)
+    shape = Shape(adapters=("math", "code"), jobs=9, eager=True, asks=(("RollbackRequested", "ReleaseCommitted"),) * 3)
+    simulate(seed, faults, shape, kept.append)
+    return tuple(kept[0].truth.log)
+
+
 def folded(events: tuple[Recorded, ...], world: World | None = None) -> World:
     world = world or World()
     for recorded in events:
@@ -48,13 +62,17 @@ def test_the_histories_are_worth_replaying() -> None:
     names = {recorded.name for seed in range(8) for recorded in history(seed)}
     assert {"TransferAborted", "PublicationHalted", "EngineExcluded", "ReceiverFailed", "TrainerRestored"} <= names
     assert sum(folded(history(seed)).void for seed in range(8)) > 8
+    of_adapters = {recorded.name for seed in (8, 9) for recorded in history(seed)}
+    assert {"AdapterRegistered", "EngineStaged", "AdapterUnloaded", "AdapterLeaked", "ReleaseCommitted"} <= of_adapters
+    assert min(len(history(seed)) for seed in (8, 9)) >= 150
 
 
 def test_replaying_equals_live_on_every_prefix() -> None:
-    events, live = history(0), World()
-    for length, recorded in enumerate(events, 1):
-        fold(live, recorded)
-        assert folded(events[:length]) == live, f"after event {length}"
+    for events in (history(0), history(WHOLE)):
+        live = World()
+        for length, recorded in enumerate(events, 1):
+            fold(live, recorded)
+            assert folded(events[:length]) == live, f"after event {length}"
 
 
 @settings(max_examples=60)

@@ -13,10 +13,10 @@ import multiprocessing
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
-from tests.simulation.deployment import Outcome, simulate
-from tests.simulation.faults import EVENTS, KINDS
+from tests.simulation.deployment import Outcome, adapted, simulate
+from tests.simulation.faults import ADAPTERS, ADAPTING, EVENTS, KINDS
 from tests.simulation.table import missing, table
 
 WORKERS = 2
@@ -31,11 +31,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seeds", type=int, default=200, help="how many seeds to run")
     parser.add_argument("--from", type=int, default=0, dest="first", help="the first of them")
     parser.add_argument("--seed", type=int, help="run one seed and tell its story")
+    parser.add_argument("--adapters", action="store_true", help="seeds of deployments that train adapters")
     parser.add_argument("--json", action="store_true", help="the result as JSON")
     asked = parser.parse_args(argv)
     if asked.seed is not None:
-        return _story(simulate(asked.seed))
-    return _many(range(asked.first, asked.first + asked.seeds), asked.json)
+        return _story((adapted if asked.adapters else simulate)(asked.seed))
+    return _many(range(asked.first, asked.first + asked.seeds), asked.json, asked.adapters)
 
 
 def _story(outcome: Outcome) -> int:
@@ -44,27 +45,28 @@ def _story(outcome: Outcome) -> int:
     return 1 if outcome.violation else 0
 
 
-def _many(seeds: range, as_json: bool) -> int:
+def _many(seeds: range, as_json: bool, adapters: bool) -> int:
     began = time.monotonic()
     hits, events, ended = Counter[tuple[str, str]](), Counter[str](), Counter[str]()
     failed: dict[int, str] = {}
     slowest = (0.0, 0)
-    for outcome in _run(seeds):
+    for outcome in _run(seeds, _adapted if adapters else _one):
         hits += outcome.hits
         events += outcome.events
         ended += outcome.ended
         slowest = max(slowest, (outcome.settled_s, outcome.seed))
         if outcome.violation:
             failed[outcome.seed] = outcome.violation
-            print(f"seed {outcome.seed}: {outcome.violation}\n    python -m tests.simulation --seed {outcome.seed}")
+            command = f"python -m tests.simulation{' --adapters' * adapters} --seed {outcome.seed}"
+            print(f"seed {outcome.seed}: {outcome.violation}\n    {command}")
     judged = len(seeds) >= ENOUGH
-    wanting = missing(hits) if judged else []
+    wanting = missing(hits, adapters) if judged else []
     idle = judged and ended["committed"] <= len(seeds)
     seconds = time.monotonic() - began
     if as_json:
         print(json.dumps(_report(seeds, seconds, failed, wanting, hits, events, ended)))
     else:
-        print(table(hits, events))
+        print(table(hits, events, adapters))
         print(f"{len(seeds)} seeds in {seconds:.1f} s ({len(seeds) / seconds:.1f}/s), candidates: {dict(ended)}")
         print(f"settled at the latest {slowest[0]:.1f} s after the faults stopped (seed {slowest[1]})")
         cells = f"{len(wanting)} cells were never hit {wanting or ''}" if judged else f"cells: from {ENOUGH} seeds on"
@@ -74,10 +76,10 @@ def _many(seeds: range, as_json: bool) -> int:
     return 1 if failed or wanting or idle else 0
 
 
-def _run(seeds: range) -> Iterable[Outcome]:
+def _run(seeds: range, one: Callable[[int], Outcome]) -> Iterable[Outcome]:
     """In order of the seeds: the same output on every run."""
     with multiprocessing.get_context("fork").Pool(WORKERS, _quietly, maxtasksperchild=LIVES) as pool:
-        yield from pool.imap(_one, seeds, chunksize=8)
+        yield from pool.imap(one, seeds, chunksize=8)
 
 
 def _quietly() -> None:
@@ -88,6 +90,10 @@ def _quietly() -> None:
 
 def _one(seed: int) -> Outcome:
     return simulate(seed).without_story()
+
+
+def _adapted(seed: int) -> Outcome:
+    return adapted(seed).without_story()
 
 
 def _report(
@@ -107,7 +113,7 @@ def _report(
         "never_hit": wanting,
         "events": events,
         "candidates": ended,
-        "hits": {kind: {event: hits[kind, event] for event in EVENTS} for kind in KINDS},
+        "hits": {kind: {event: hits[kind, event] for event in (*EVENTS, *ADAPTERS)} for kind in (*KINDS, *ADAPTING)},
     }
 
 

@@ -12,6 +12,7 @@ import itertools
 import random
 import traceback
 from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,16 +30,17 @@ from consumers.reef_supervisor.role import Supervisor
 from consumers.reef_trainer.book import RecordBook
 from consumers.reef_trainer.role import Trainer
 from reef_bus.artifacts import ArtifactStore
-from reef_bus.backends import Generated, Prompt
+from reef_bus.backends import Generated, Prompt, TrainingBackend
 from reef_bus.config import Config
 from reef_bus.core.effects import Me
 from reef_bus.core.membership import Engine
 from reef_bus.core.recovery import Seen
 from reef_bus.errors import ReefError, Unavailable
-from reef_bus.events import CleanupUnconfirmed, ComponentLost, Event
+from reef_bus.events import CleanupUnconfirmed, ComponentLost, Event, Lora
 from reef_bus.journal import open_log
 from reef_bus.process import DEFECT, OK, OVER
 from reef_bus.runner import Retired, Role, Runner
+from tests.simulation.adapting import AdapterMemory, AdapterOptimizer
 from tests.simulation.broker import Broker, Connection, Link
 from tests.simulation.faults import Nemesis
 from tests.simulation.hands import Memory, Network, Optimizer, Picky, Registry, Shelf, Wire
@@ -166,17 +168,31 @@ async def _engine(boot: Boot, stack: contextlib.AsyncExitStack) -> Role:
     machines = boot.machines
     single = machines.shape.engines - machines.shape.single_copy
     stages = machines.shape.mode == "staged" and int(boot.component.rpartition("-")[2]) < single
-    boot.memory = Memory(machines.chance, machines.nemesis, stages=stages)
+    boot.memory = _memory(machines, stages)
     store = Shelf(STORE, machines.nemesis)
     agent = Agent(machines.config, boot.me, f"http://{boot.name}", boot.memory, store, Fault(), clock=boot.wall)
     agent.transports["tcp"] = Wire(machines.network, boot)
     boot.watched = True
     boot.agent, boot.server = agent, Server(agent, machines.config.inference.max_batch)
     worker = asyncio.create_task(boot.server.work())
+    worker.add_done_callback(partial(_worked, boot))
     stack.callback(worker.cancel)
     if machines.config.inference.lease_s:
         stack.callback(asyncio.create_task(agent.renew(boot.journal)).cancel)
     return agent
+
+
+def _memory(machines: Machines, stages: bool) -> Memory:
+    if most := machines.config.adapters.most():
+        return AdapterMemory(machines.chance, machines.nemesis, most)
+    return Memory(machines.chance, machines.nemesis, stages=stages)
+
+
+def _worked(boot: Boot, worker: asyncio.Task[None]) -> None:
+    """An engine that cannot go on is no engine any more, and somebody has asked it for what it cannot do."""
+    if not worker.cancelled() and (error := worker.exception()):
+        boot.machines.defects.append(f"{boot.name} cannot generate: {error!r}")
+        boot.end(DEFECT)
 
 
 async def _trainer(boot: Boot, stack: contextlib.AsyncExitStack) -> Role:
@@ -185,11 +201,16 @@ async def _trainer(boot: Boot, stack: contextlib.AsyncExitStack) -> Role:
     backend = Optimizer(machines.registry, machines.nemesis, noise, in_place=machines.shape.in_place)
     book = RecordBook(machines.config, boot.journal, store)
     await book.start(stack)
-    trainer = Trainer(machines.config, boot.me, backend, store, book)
+    trainer = Trainer(machines.config, boot.me, backend, store, book, adapting=partial(_adapting, machines))
     trainer.transports["tcp"] = Wire(machines.network, boot)
     if not machines.config.training.hold:
         trainer.selector = Picky(machines.nemesis)
     return trainer
+
+
+def _adapting(machines: Machines, base: Path, lora: Lora) -> TrainingBackend:
+    noise = machines.chance if machines.shape.noisy else None
+    return AdapterOptimizer(machines.registry, machines.nemesis, noise, base)
 
 
 async def _publisher(boot: Boot, stack: contextlib.AsyncExitStack) -> Role:

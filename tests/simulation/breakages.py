@@ -16,10 +16,11 @@ from typing import NamedTuple
 
 from tests.simulation.patching import broken
 from tests.simulation.searches import Breakage
+from tests.simulation.wrong_adapters import ADAPTERS
 from tests.simulation.wrong_conduct import CONDUCT
 from tests.simulation.wrong_decisions import DECISIONS
 
-BREAKAGES = (*DECISIONS, *CONDUCT)
+BREAKAGES = (*DECISIONS, *CONDUCT, *ADAPTERS)
 CATCHES = Path(__file__).with_name("catches.json")
 """By breakage: the first seed that catches it, and what it finds. Written by `--find`."""
 WORKERS, SEEDS, SEED_S, WIDE = 2, 400, 10.0, 110

@@ -20,6 +20,7 @@ from typing import Any
 from reef_bus.envelope import decode
 from reef_bus.events import Recorded
 from reef_bus.journal import LOG
+from tests.simulation.adapting import AdapterMemory
 from tests.simulation.boots import Boot, Machines
 from tests.simulation.broker import Broker
 from tests.simulation.faults import Faults, Nemesis, aim
@@ -135,7 +136,9 @@ class Deployment(Machines):
         """From an empty log to an audited one."""
         self.loop.after_step, self.loop.pause_at = self._after_step, self.nemesis.next_at()
         self.start("supervisor")
-        self.clients = [asyncio.create_task(Harness(self, self.truth, name).run()) for name in ("x", "y")]
+        asks = [(name, of) for of in self.config.adapters.scenarios or ("",) for name in ("x", "y")]
+        clients = [Harness(self, self.truth, f"{of}{name}", of) for name, of in asks]
+        self.clients = [asyncio.create_task(client.run()) for client in clients]
         self.clients.append(self.person.spawn(self.person.live()))
         await self._until(self._over, FAULTS_S)
         self._heal()
@@ -173,9 +176,15 @@ class Deployment(Machines):
         running = {boot.name: boot for boot in self.running()}
         return current <= running.keys() and all(
             boot.agent.serving() == world.publications.head.load_id  # type: ignore[union-attr]
+            and all(self._answers(boot, scenario) for scenario in self.config.adapters.scenarios)
             for boot in running.values()
             if boot.agent is not None and boot.name in current
         )
+
+    def _answers(self, boot: Boot, scenario: str) -> bool:
+        assert boot.agent is not None
+        found, head = boot.agent.version(scenario), self.truth.world.publications.adapters.get(scenario)
+        return found is not None and head is not None and found.load_id == head.load_id
 
     def _latest(self) -> set[str]:
         return {boot.component for boot in self.running()}
@@ -273,6 +282,19 @@ class Deployment(Machines):
             self._after(self._a_while() / 4, self._supervise)
         return boot.name
 
+    def _lose(self, boot: Boot) -> str:
+        """Its engine was started again by itself while it had nothing to do, and its agent has noticed."""
+        engines = [each for each in self.running() if isinstance(each.memory, AdapterMemory) and each.runner]
+        found = boot if boot in engines else self.chance.choice(engines) if engines else boot
+        if not isinstance(found.memory, AdapterMemory) or not found.agent or not found.runner:
+            return ""
+        if found.agent.ingress.locked() or found.agent.memory.locked():
+            return ""
+        found.memory.lose()
+        found.agent.doubt()
+        found.runner.ask()
+        return found.name
+
     def _remain(self, boot: Boot) -> str:
         """Its main process ends; a child of it hangs in the kernel."""
         if boot.component == "supervisor":
@@ -359,6 +381,12 @@ def simulate(
             gc.enable()
 
 
+def adapted(seed: int) -> Outcome:
+    """A seed of the other kind: a deployment that trains adapters, and what may happen to these."""
+    chance = random.Random(f"adapters {seed}")
+    return simulate(seed, Faults.adapted(chance), Shape.adapted(chance))
+
+
 def _simulate(seed: int, found: Deployment) -> Outcome:
     loop, truth = found.loop, found.truth
     loop.set_exception_handler(lambda _, about: found._violate(f"unhandled: {about.get('exception')!r} {about}"))
@@ -384,7 +412,7 @@ def _simulate(seed: int, found: Deployment) -> Outcome:
         steps=steps,
         hits=found.nemesis.hits,
         events=Counter(recorded.name for recorded in truth.log),
-        ended=Counter(how for name, how in truth.world.publications.ended.items() if name != "base"),
+        ended=Counter(how for name, how in truth.world.publications.ended.items() if not name.startswith("base")),
         voids=truth.world.void,
         story=story,
     )

@@ -24,6 +24,12 @@ HANDS = ("reject", "drop", "no_room", "no_artifact", "no_swap", "repeat")
 """Fall upon what a role does: a decision against, a batch that cannot be trained, memory, an artifact that is away, a
 second copy that cannot be swapped in; a harness that says everything twice."""
 KINDS = (*STRIKES, *APPENDS, *TRANSFERS, *HANDS)
+LOADS = ("no_load", "late_load", "another_load", "skip_load")
+"""Fall upon the load of an adapter: it is refused; it is there, and nobody hears of it; it is another one; it is not
+there, and nobody says so."""
+ADAPTING = (*LOADS, "no_proof", "leak", "lose")
+"""Fall upon adapters: also a proof that the engine refuses, an unload that is not confirmed, and, as a strike, an
+engine that was started again behind its agent's back and holds nothing any more."""
 
 ADAPTERS = ("AdapterRegistered", "AdapterUnloaded", "AdapterLeaked")
 EVENTS = tuple(name for name, event in CATALOGUE.items() if event.family != "record" and name not in ADAPTERS)
@@ -81,6 +87,13 @@ class Faults:
     no_artifact: float = 0.0
     no_swap: float = 0.0
     repeat: float = 0.0
+    no_load: float = 0.0
+    late_load: float = 0.0
+    another_load: float = 0.0
+    skip_load: float = 0.0
+    no_proof: float = 0.0
+    leak: float = 0.0
+    lose: float = 0.0
     aims: tuple[tuple[str, str], ...] = ()
     ambushes: tuple[str, ...] = ()
 
@@ -92,13 +105,21 @@ class Faults:
         ambushes = tuple(aim(chance, EVENTS)[0] for _ in range(chance.randrange(5)))
         return replace(cls(aims=aims, ambushes=ambushes), **rates)
 
+    @classmethod
+    def adapted(cls, chance: random.Random) -> Faults:
+        """The same, and some of what may happen to adapters; strikes lie in wait for their events, too."""
+        drawn = cls.drawn(chance)
+        rates = {kind: _rate(kind, chance) for kind in ADAPTING if chance.random() < 0.35}
+        aims = tuple(aim(chance, ADAPTERS) for _ in range(chance.randrange(3)))
+        return replace(drawn, aims=(*drawn.aims, *aims), **rates)
+
 
 def aim(chance: random.Random, events: tuple[str, ...]) -> tuple[str, str]:
     return chance.choice((*STRIKES, *APPENDS)), chance.choice(events)
 
 
 def _rate(kind: str, chance: random.Random) -> float:
-    if kind in STRIKES:
+    if kind in STRIKES or kind == "lose":
         return round(chance.uniform(0.1, 0.8), 3)
     return round(chance.choice((0.03, 0.1, 0.3)), 3)
 
@@ -113,8 +134,8 @@ class Nemesis:
         self.last = ""
         self.active = True
         self.strike: Callable[[str, str], str] = lambda kind, whom: ""
-        self._rates = {kind: rate for kind in KINDS if (rate := getattr(faults, kind))}
-        self._weights = {kind: rate for kind, rate in self._rates.items() if kind in STRIKES}
+        self._rates = {kind: rate for kind in (*KINDS, *ADAPTING) if (rate := getattr(faults, kind))}
+        self._weights = {kind: rate for kind, rate in self._rates.items() if kind in (*STRIKES, "lose")}
         self._total = sum(self._weights.values()) / 1000
         self._aims = list(faults.aims)
         self._ambushes = list(faults.ambushes)

@@ -95,12 +95,12 @@ class Memory(InferenceBackend):
         ends = [self.chance.randint(len(each), 2 * SIZE) if stop() else 2 * SIZE for each in begun]
         made = [each + self.content[len(each) : end] for each, end in zip(begun, ends, strict=True)]
         whole = all(len(each) == 2 * SIZE for each in made)
-        return Generation([_completion(each) for each in made], None if whole else made)
+        return Generation([completed(each) for each in made], None if whole else made)
 
     def close(self) -> None: ...
 
 
-def _completion(made: bytes) -> Completion:
+def completed(made: bytes) -> Completion:
     reason = "length" if len(made) == 2 * SIZE else ""
     return Completion(ids=tuple(made), logprobs=(0.0,) * len(made), finish_reason=reason)
 

@@ -31,14 +31,16 @@ class Gone(Exception):
 class Harness:
     """One client. It asks whichever gateway runs."""
 
-    def __init__(self, machines: Machines, truth: Truth, name: str) -> None:
-        """It makes `enough` groups for the next job from the present head, and after a while again: a commit between
-        two answers of a group may have made it too old. More would only make the run slow; where an answer takes its
+    def __init__(self, machines: Machines, truth: Truth, name: str, scenario: str = "") -> None:
+        """It asks for answers of that scenario's adapter; of none: of the base model.
+
+        It makes `enough` groups for the next job from the present head, and after a while again: a commit between two
+        answers of a group may have made it too old. More would only make the run slow; where an answer takes its
         time, there are some in hand whenever engines pause.
 
         `idle_s`: how long it then waits before it looks again.
         """
-        self.machines, self.truth, self.name = machines, truth, name
+        self.machines, self.truth, self.name, self.scenario = machines, truth, name, scenario
         eager, slow = machines.shape.eager, machines.shape.generate_s > 0
         self.groups, self.enough = 0, 5 if eager else 3 if slow else 1
         self.pace_s, self.idle_s = (0.03, 0.05) if eager or slow else (0.2, 0.3)
@@ -47,7 +49,7 @@ class Harness:
         last, since, loop = ("", 0), 0, self.machines.loop
         again = loop.now
         while True:
-            head = self.truth.world.publications.head
+            head = self.truth.world.publications.head_of(self.scenario)
             now = (head.load_id if head else "", self.truth.world.training.dispatched)
             if now != last or loop.now > again:
                 last, since, again = now, 0, loop.now + AGAIN_S
@@ -89,17 +91,17 @@ class Harness:
     # -- in the gateway's process: what its handlers do with a request once it is parsed
 
     async def _chat(self, boot: Boot, group: str) -> str:
-        prompt = Prompt(ids=(1, 2, 3), max_tokens=4)
+        prompt = Prompt(ids=(1, 2, 3), max_tokens=4, scenario=self.scenario)
         async with asyncio.timeout(PATIENCE_S):
             answer = await boot.role.router.generate(prompt)  # type: ignore[union-attr]
-            self.truth.check_answer(answer, self.machines.shape.pause)
+            self.truth.check_answer(answer, self.machines.shape.pause, self.scenario)
             done = answer.completion
             named = [span.load_id for span in answer.spans for _ in range(span.count)]
             load_ids = tuple(named or [answer.load_id] * len(done.ids))
             row = TokenRow(prompt=prompt.ids, answer=done.ids, logprobs=done.logprobs, load_ids=load_ids)
             blob, place = await boot.recorder.row(row)  # type: ignore[union-attr]
             event = InferenceRecorded(
-                scenario=self.machines.config.scenario,
+                scenario=self.scenario or self.machines.config.scenario,
                 record=f"rec-{self.machines.chance.randbytes(6).hex()}",
                 engine=answer.engine,
                 boot=answer.boot,
@@ -121,7 +123,7 @@ class Harness:
         return event.record
 
     async def _report(self, boot: Boot, receipt: str, score: float) -> None:
-        scenario = self.machines.config.scenario
+        scenario = self.scenario or self.machines.config.scenario
         async with asyncio.timeout(PATIENCE_S):
             id_, _ = await boot.recorder.report(scenario, None, (receipt,), score, "", {})  # type: ignore[union-attr]
         self.truth.reports[id_] = score

@@ -26,13 +26,13 @@ import pytest
 from _pytest.runner import runtestprotocol
 
 from tests.simulation.patching import compiled, found
-from tests.simulation.searches import DRAWN, FLEET
+from tests.simulation.searches import ADAPTED, DRAWN, FLEET
 
 ROOT = Path(__file__).parents[2]
 CORE = ROOT / "reef_bus" / "core"
 NAMES = (
     *("ids", "world", "void", "reactions", "serving", "requests", "rollback", "base_chain", "ambiguity", "recovery"),
-    *("staged", "records", "invariants", "start"),
+    *("staged", "records", "invariants", "start", "adapters", "residency"),
 )
 UNITS = [str(path) for name in NAMES for path in sorted((ROOT / "tests" / "unit").glob(f"test_{name}*.py"))]
 PER_MODULE, SIMULATED, ROAMED = 12, 4, 40
@@ -251,7 +251,7 @@ def _units(items: list[pytest.Item]) -> str:
 
 def _simulation() -> str:
     """The first seed that finds something; the small machine's are cheap, and come first."""
-    for name, search, seeds in (("fleet", FLEET, ROAMED), ("seed", DRAWN, SIMULATED)):
+    for name, search, seeds in (("fleet", FLEET, ROAMED), ("seed", DRAWN, SIMULATED), ("adapters", ADAPTED, SIMULATED)):
         for seed in range(seeds):
             try:
                 wrong = search(seed)

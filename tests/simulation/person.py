@@ -62,6 +62,8 @@ class Person(Process):
         """Soon, about what is there then; of a head that is not there any more, now and then."""
         chance, world = self.machines.chance, self.truth.world
         await asyncio.sleep(chance.random() ** 3)
+        if kind is RollbackRequested and self.machines.config.adapters.scenarios:
+            return await self.back()
         known = self._known(kind)
         about = known[-1] if known and chance.random() < 0.7 else chance.choice([*known, NOWHERE])
         head = self.head()
@@ -89,10 +91,19 @@ class Person(Process):
         head = self.truth.world.publications.head
         return head.load_id if head else ""
 
-    async def put(self, kind: type[Event], about: str, head: str) -> None:
+    async def back(self) -> None:
+        """An adapter's scenario goes back: mostly to a release of its own, decided on its head."""
+        chance, published = self.machines.chance, self.truth.world.publications
+        scenario = chance.choice(self.machines.config.adapters.scenarios)
+        own = [load_id for load_id, each in published.releases.items() if not each.parent or each.scenario == scenario]
+        of = own if chance.random() < 0.8 else list(published.releases)
+        head = published.head_of(scenario if chance.random() < 0.9 else "")
+        await self.put(RollbackRequested, chance.choice([*of, NOWHERE]), head.load_id if head else "", scenario)
+
+    async def put(self, kind: type[Event], about: str, head: str, scenario: str = "") -> None:
         """Onto the log, however often it takes; at times once more, by the same call or by another."""
         chance = self.machines.chance
-        said = {"actor": "ann", "why": "so", "head": head, "scenario": self.machines.config.scenario}
+        said = {"actor": "ann", "why": "so", "head": head, "scenario": scenario or self.machines.config.scenario}
         said |= {"engine": about.partition(".")[0], FIELDS[kind]: about}
         event = kind(**{field: said[field] for field in kind.__struct_fields__})
         await self._append(event, boot := f"cli-{next(self.boots)}")

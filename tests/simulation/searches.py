@@ -15,7 +15,7 @@ from reef_bus.errors import ReefError
 from reef_bus.events import ComponentEvent, ComponentLost, Recorded
 from tests.fleet import wander
 from tests.judge import LETTERS, in_order
-from tests.simulation.deployment import Deployment, Shape, simulate
+from tests.simulation.deployment import Deployment, Shape, adapted, simulate
 from tests.simulation.faults import Faults
 from tests.simulation.patching import Edit
 from tests.spec import SECOND
@@ -26,6 +26,10 @@ Search = Callable[[int], str]
 
 def simulated(faults: Faults | None, shape: Shape | None, seed: int) -> str:
     return simulate(seed, faults, shape).violation
+
+
+def of_adapters(seed: int) -> str:
+    return adapted(seed).violation
 
 
 def roamed(seed: int) -> str:
@@ -101,6 +105,7 @@ def history(of: Callable[..., None], *args: Any) -> Search:
 
 DRAWN: Search = partial(simulated, None, None)
 FLEET: Search = roamed
+ADAPTED: Search = of_adapters
 
 
 class Breakage(NamedTuple):

@@ -6,14 +6,15 @@ Knows: the configuration and its choices, names of requests. Must not know: faul
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
-from reef_bus.config import Config, Inference, Publication, Training
+from reef_bus.config import Adapters, Config, Inference, Publication, Training
 from reef_bus.core.effects import Deadlines, Restarts
 from reef_bus.core.publication import PAUSES
 from tests.simulation.faults import EVENTS, RARE, REQUESTS
 
+SCENARIOS = ("math", "code", "chat")
 DEADLINES = Deadlines(fence_s=2.0, sender_s=2.0, stall_s=1.0, verify_s=2.0, heartbeat_s=2.5)
 
 
@@ -22,7 +23,8 @@ class Shape:
     """`noisy`: no two trainings of a batch give the same weights; `eager`: there are records for more than one job, so
     that training overlaps publication; `single_copy`: so many engines have no room for a second copy; `asks`: requests
     (kind, event) that somebody makes as soon as such an event is stored; `shuffle` and `thread_s` are the loop's;
-    `generate_s`: how much longer than other blocking calls an answer takes."""
+    `generate_s`: how much longer than other blocking calls an answer takes; `adapters`: scenarios that train one each,
+    of which an engine holds `capacity` (0: one for each, and the next one)."""
 
     engines: int = 2
     jobs: int = 3
@@ -42,6 +44,8 @@ class Shape:
     shuffle: bool = False
     thread_s: float = 0.01
     generate_s: float = 0.0
+    adapters: tuple[str, ...] = ()
+    capacity: int = 0
 
     @classmethod
     def drawn(cls, chance: random.Random) -> Shape:
@@ -67,6 +71,20 @@ class Shape:
             generate_s=chance.choice((0.0, 0.2)),
         )
 
+    @classmethod
+    def adapted(cls, chance: random.Random) -> Shape:
+        """A deployment of adapters: what is sent or stopped for a release does not matter to them."""
+        scenarios = SCENARIOS[: chance.choice((2, 2, 2, 3))]
+        return replace(
+            cls.drawn(chance),
+            adapters=scenarios,
+            capacity=len(scenarios) + chance.choice((1, 1, 2, 4)),
+            jobs=chance.choice((2, 3, 4)),
+            mode="fenced",
+            single_copy=0,
+            in_place=False,
+        )
+
     def config(self) -> Config:
         return Config(
             deployment="sim",
@@ -84,6 +102,7 @@ class Shape:
                 publishers=self.publishers,
                 deadlines=DEADLINES,
             ),
+            adapters=Adapters(scenarios=self.adapters, capacity=self.capacity),
             supervision=Restarts(max_restarts=3, window_s=20.0, delay_s=0.1),
         )
 

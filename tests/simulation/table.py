@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from tests.simulation.faults import APPENDS, EVENTS, KINDS, STRIKES, TRANSFERS
+from tests.simulation.faults import ADAPTERS, ADAPTING, APPENDS, EVENTS, KINDS, LOADS, STRIKES, TRANSFERS
 
 Cell = tuple[str, str]
 
@@ -26,15 +26,28 @@ begins when the last member is fenced and the sender ready; a decision follows a
 a fault strikes only if that other event happened to be stored in between, which no number of seeds promises."""
 
 
-def missing(hits: Counter[Cell]) -> list[str]:
+OF_ADAPTERS: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys((*STRIKES, *APPENDS), ADAPTERS),
+    **dict.fromkeys((*LOADS, "no_proof"), ("TargetPersisted", "EngineStaged", "TransferAborted", "ReceiverVerified")),
+    "leak": ("TargetPersisted",),
+    "lose": ("ReleaseCommitted", "EngineStaged", "JobDispatched"),
+}
+"""The same of deployments that train adapters: what falls upon these, and what falls at their events. Everything else
+has its occasion in deployments of the whole model, where it is looked for."""
+
+
+def missing(hits: Counter[Cell], adapters: bool = False) -> list[str]:
     """Cells with an occasion that were never hit."""
-    return [f"{kind} at {event}" for kind in KINDS for event in OCCASIONS[kind] if not hits[kind, event]]
+    occasions = OF_ADAPTERS if adapters else OCCASIONS
+    return [f"{kind} at {event}" for kind in occasions for event in occasions[kind] if not hits[kind, event]]
 
 
-def table(hits: Counter[Cell], events: Counter[str]) -> str:
+def table(hits: Counter[Cell], events: Counter[str], adapters: bool = False) -> str:
     """One row per event, one column per fault; `-` where there was no occasion and nothing struck."""
-    lines = [" " * 30 + " ".join(f"{kind[:9]:>9}" for kind in KINDS)]
-    for event in EVENTS:
-        cells = [str(hits[kind, event] or ("-", "0")[event in OCCASIONS[kind]]) for kind in KINDS]
+    kinds, names = ((*KINDS, *ADAPTING), (*EVENTS, *ADAPTERS)) if adapters else (KINDS, EVENTS)
+    occasions = OF_ADAPTERS if adapters else OCCASIONS
+    lines = [" " * 30 + " ".join(f"{kind[:9]:>9}" for kind in kinds)]
+    for event in names:
+        cells = [str(hits[kind, event] or ("-", "0")[event in occasions.get(kind, ())]) for kind in kinds]
         lines.append(f"{event:20} {events[event]:8} " + " ".join(f"{cell:>9}" for cell in cells))
     return "\n".join(lines)

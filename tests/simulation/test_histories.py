@@ -12,7 +12,7 @@ from dataclasses import replace
 import msgspec
 import pytest
 
-from consumers.reef_engine.agent import Agent
+from consumers.reef_engine import agent as agent_module
 from reef_bus.events import (
     CandidateReady,
     CandidateSelected,
@@ -304,14 +304,14 @@ def test_who_names_the_head_with_another_digest_does_not_serve_until_it_has_the_
 ) -> None:
     lied: list[str] = []
 
-    def lie(self: Agent, *said: object) -> Event:
-        event = _verified(self, *said)  # type: ignore[arg-type]
-        if self.me.boot == "engine-0.1" and not lied:
+    def lie(engine: str, *said: object) -> Event:
+        event = _verified(engine, *said)  # type: ignore[arg-type]
+        if engine == "engine-0" and not lied:
             lied.append("0" * 32)
             return msgspec.structs.replace(event, manifest=lied[0])  # type: ignore[type-var]
         return event
 
-    monkeypatch.setattr(Agent, "_verified", lie)
+    monkeypatch.setattr(agent_module, "verified", lie)
     run = Run(seed, lambda d: None)
     wrong, right = run.all(ReceiverVerified, boot="engine-0.1")[:2]
     assert (wrong.event.manifest, wrong.event.load_id) == (lied[0], right.event.load_id)  # type: ignore[attr-defined]
@@ -321,7 +321,7 @@ def test_who_names_the_head_with_another_digest_does_not_serve_until_it_has_the_
     assert ended(run.outcome) == {"committed": 3}
 
 
-_verified = Agent._verified
+_verified = agent_module.verified
 
 
 def test_an_engine_that_restarts_between_its_verification_and_the_commit_has_itself_proven_nothing(

@@ -18,6 +18,7 @@ from msgspec.structs import replace
 from consumers.reef_engine import agent as agent_module
 from consumers.reef_engine.agent import Agent
 from consumers.reef_engine.held import Found
+from consumers.reef_engine.reports import verified
 from reef_bus.core.effects import Deadlines, Debt, Receive, VerifyHead
 from reef_bus.core.invariants import check
 from reef_bus.core.publication import Publication
@@ -126,7 +127,7 @@ async def _trusting(self: Agent, effect: Receive) -> Event:
         await self._move(effect, target, self.backend.live())
         self.proven = target.digest
     found = Found(target.digest, len(target.tensors))
-    return self._verified(effect.load_id, found, "received", 0, agent_module._now(), effect.publication, effect.attempt)
+    return verified(self.me.id, effect.load_id, found, "received", 0, 1.0, effect.publication, effect.attempt)
 
 
 def test_a_receiver_that_reports_the_targets_digest_whatever_it_holds_is_invisible_to_the_log(

@@ -12,10 +12,11 @@ from reef_bus.audit import _batches
 from reef_bus.backends import Generated
 from reef_bus.core.invariants import check
 from reef_bus.core.publication import IN_PLACE
-from reef_bus.core.serving import may_generate
+from reef_bus.core.serving import may_generate, version
 from reef_bus.core.world import World, fold
 from reef_bus.errors import ContractError
 from reef_bus.events import (
+    AdapterRegistered,
     CandidateReady,
     InferenceRecorded,
     Member,
@@ -26,6 +27,7 @@ from reef_bus.events import (
 )
 from reef_bus.journal import LOG
 from tests.judge import Audit
+from tests.simulation.adapting import AdapterMemory
 from tests.simulation.boots import STORE, Boot
 from tests.simulation.hands import Registry
 
@@ -43,6 +45,8 @@ class Truth:
         self.records: list[Recorded] = []
         self.world, self.audit = World(), Audit()
         self.content: dict[str, bytes] = {}  # of committed load ids
+        self.none: dict[str, bytes] = {}  # by scenario, the adapter that changes nothing
+        self.owner: dict[str, str] = {}  # of committed load ids, the scenario whose adapter it is
         self.receipts: dict[str, InferenceRecorded] = {}
         self.reports: dict[str, float] = {}
 
@@ -70,13 +74,17 @@ class Truth:
         match event:
             case ScenarioRegistered(manifest=manifest):
                 self.content[self.audit.head] = contents[manifest]
+            case AdapterRegistered(scenario=scenario, manifest=manifest):
+                self.none[scenario] = contents[manifest]
             case CandidateReady(manifest=manifest, base=base):
                 trained_from = self.registry.parents[contents[manifest]]
                 if trained_from != contents[self.world.training.candidates[base].manifest]:
                     raise Violation(f"event {recorded.seq}: {event.candidate} was not trained from {base}")
             case ReleaseCommitted(load_id=load_id, manifest=manifest, parent=parent):
-                content = self.content[load_id] = contents[manifest]
-                if not self.audit.rollback and self.content[parent] not in self._ancestors(content):
+                content, scenario = contents[manifest], event.scenario if event.scenario in self.none else ""
+                self.content[load_id], self.owner[load_id] = content, scenario
+                before = self.content[parent] if parent in self.owner else self.none.get(scenario, self.content[parent])
+                if not self.audit.rollback and before not in self._ancestors(content):
                     raise Violation(f"event {recorded.seq}: {load_id} was not trained from {parent}")
 
     def _ancestors(self, content: bytes) -> list[bytes]:
@@ -101,12 +109,28 @@ class Truth:
             raise Violation(f"{boot.name} serves {head and head.load_id} with the memory of {held or 'no release'}")
         if Member(boot.component, boot.name) in self.audit.fence(agent.world.seq):
             raise Violation(f"{boot.name} may generate at {agent.world.seq}, where a fence covers it")
+        for scenario in self.none:
+            self._check_adapter(boot, scenario)
         lease_s, link = agent.config.inference.lease_s, boot.link
         if lease_s and not link.up.is_set() and boot.loop.now > link.cut_at + lease_s and agent.may_generate():
             raise Violation(f"{boot.name} may generate at {boot.loop.now:.3f} s, cut off since {link.cut_at:.3f} s")
 
-    def check_answer(self, answer: Generated, pause: str) -> None:
+    def _check_adapter(self, boot: Boot, scenario: str) -> None:
+        """What it would answer the scenario with is there, under the name that it would use."""
+        assert boot.agent is not None and isinstance(boot.memory, AdapterMemory)
+        found = boot.agent.version(scenario)
+        if found is None:
+            return
+        if self.owner.get(found.load_id, "") != (scenario if found.adapter else ""):
+            raise Violation(f"{boot.name} would answer {scenario} with {found.load_id}, which is not its release")
+        if found.adapter and boot.memory.held.get(found.adapter) != self.content[found.load_id]:
+            raise Violation(f"{boot.name} would answer {scenario} with {found}, and holds {sorted(boot.memory.held)}")
+
+    def check_answer(self, answer: Generated, pause: str, scenario: str = "") -> None:
         """Each token was generated with what it is said to be from, and only pauses in place leave several parts."""
+        for load_id in (answer.load_id, *(span.load_id for span in answer.spans)):
+            if scenario and self.owner.get(load_id, scenario) != scenario:
+                raise Violation(f"an answer of {answer.boot} to {scenario} names {load_id} of {self.owner[load_id]!r}")
         made, said = bytes(answer.completion.ids), b""
         for span in answer.spans:
             said += self.content.get(span.load_id, b"")[span.first : span.first + span.count]
@@ -130,6 +154,7 @@ class Truth:
             and not self.audit.pending
             and not world.requests
             and all(may_generate(world, name, engine.boot) for name, engine in engines.items())
+            and all(version(world, engine, each) for engine in engines.values() for each in self.none)
         )
 
     def check_end(self) -> None:

@@ -258,9 +258,9 @@ CONDUCT = (
         "an answer names the head as it is when it is done, and not what it was generated with",
         (
             Edit(
-                SERVER + "_generate",
-                "batch.add(found, load_id, as_of,",
-                "batch.add(found, world.publications.head.load_id, as_of,",
+                SERVER + "_sample",
+                "batch.add(found, as_of, agent.world.seq)",
+                "batch.go_on(agent.world.publications.head.load_id) or batch.add(found, as_of, agent.world.seq)",
             ),
         ),
         under(Shape(eager=True, thread_s=0.1), pause=1.0, lag=1.0),
@@ -297,7 +297,10 @@ CONDUCT = (
     Breakage(
         "kv-kept-over-retract",
         "a request that is to start over goes on with the tokens and the KV cache that it had",
-        (Edit(SERVER + "_generate", "batch.retract()", "batch.spans = []"),),
+        (
+            Edit(SERVER + "_generate", "batch.retract()", "batch.spans = []"),
+            Edit(SERVER + "_part", "if kept and", "if False and kept and"),
+        ),
         under(Shape(eager=True, pause="retract", generate_s=0.2)),
     ),
     Breakage(

@@ -76,7 +76,7 @@ DECISIONS = (
         "the load id of a halted publication is given to the next one",
         (
             Edit(
-                PUBLISHER + "_target",
+                PUBLISHER + "_next_load_id",
                 "world.publications.sequence + 1",
                 "len(world.publications.releases)",
             ),
@@ -188,8 +188,8 @@ DECISIONS = (
         (
             Edit(
                 TRAINER + "trainer",
-                "*_job(world, me)]",
-                "*_job(world, me), *([_next_job(world)] if world.training.job else [])]",
+                "*_job(world, me, scenarios)]",
+                '*_job(world, me, scenarios), *([_next_job(world, ("",))] if world.training.job else [])]',
             ),
             Edit(VOID + "_nothing_is_open", 'if tail.open else ""', 'if False else ""'),
         ),
@@ -198,7 +198,7 @@ DECISIONS = (
     Breakage(
         "no-restore",
         "the trainer goes on from a base that is lost without saying that it returned to the head",
-        (Edit(TRAINER + "_next_job", "if not can_still_reach(world, training.base):", "if False:"),),
+        (Edit(TRAINER + "_next_job", "if not can_still_reach(world, training.based(scenario)):", "if False:"),),
         FLEET,
         shielded="the base of the next job is chosen by the same rule; `TrainerRestored` is the word that says so "
         "to readers; a unit test of the trainer holds it",
@@ -208,9 +208,9 @@ DECISIONS = (
         "the next job starts from the trainer's last candidate, whatever became of it",
         (
             Edit(
-                TRAINER + "_next_job",
-                "base = next((c for c in reversed(world.queue) if can_still_reach(world, c)), head.candidate)",
-                "base = training.selected[-1] if training.selected else head.candidate",
+                TRAINER + "_base",
+                "return next(queue, head.candidate)",
+                "return world.training.selected[-1] if world.training.selected else head.candidate",
             ),
         ),
         FLEET,

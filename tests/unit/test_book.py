@@ -29,8 +29,23 @@ from reef_bus.errors import ContractError
 from reef_bus.events import CandidateReady, Draft, InferenceRecorded, JobDropped, Recorded, RecordEvent
 from reef_bus.journal import MemoryJournal, MemoryStreams
 from reef_bus.samples import Batch, TokenRow, encode_batch, encode_rows
-from tests.facts import E0, E1, SERVING, dispatched, released, started, trained
+from tests.facts import (
+    CODE,
+    E0,
+    E1,
+    FROZEN,
+    MATH,
+    NO_LORA,
+    SERVING,
+    adapter_released,
+    adapter_trained,
+    dispatched,
+    released,
+    started,
+    trained,
+)
 from tests.spec import Step, given
+from tests.unit.test_adapters import ONE
 from tests.unit.test_records import answer, scored
 
 CONFIG = Config(training=Training(groups=1, group_size=2, max_staleness=1))
@@ -102,6 +117,33 @@ async def test_a_batch_carries_tokens_reward_and_release_of_every_answer(shelf: 
     assert (first.record, second.record) == ("a", "b")
     assert (first.prompt, first.completion, first.logprobs) == ((11, 7, 10), (7, 7), (-1.0, -2.0))
     assert (first.group, first.load_id, first.reward) == ("g", "inc:0", 1.0)
+
+
+async def test_a_batch_is_of_one_scenario_and_of_the_first_in_turn_that_has_one(shelf: Shelf) -> None:
+    """Both begin with the base model, whose load id is the same for both."""
+    await shelf.put(*(of_scenario(MATH, record) for record in "am"), *(of_scenario(CODE, record) for record in "bcd"))
+    await shelf.put(scored("a", "b", "c"))
+    async with shelf.boot(world(*FROZEN)) as found:
+        async with asyncio.timeout(2):
+            base, units, _, floor, taken = await found.batch([NO_LORA[MATH], NO_LORA[CODE]], None)
+        assert (base, [unit.record for unit in units], floor, taken) == (NO_LORA[CODE], ["b", "c"], 0, (3, 4))
+        assert await nothing(found, NO_LORA[MATH])
+        await shelf.put(scored("m"))
+        assert names(await batch(found, NO_LORA[MATH])) == ["a", "m"]
+
+
+async def test_answers_of_one_scenario_grow_stale_by_its_own_releases(shelf: Shelf) -> None:
+    """Two releases of math: what the base model had answered to it is too old, and to code it is not."""
+    await shelf.put(*(of_scenario(MATH, record) for record in "ab"), *(of_scenario(CODE, record) for record in "cd"))
+    await shelf.put(scored("a", "b", "c", "d"))
+    twice = (*ONE, *adapter_trained(MATH, "m2", "m1"), *adapter_released(MATH, 2, "m2", E0, E1, parent=1))
+    async with shelf.boot(world(*FROZEN, *twice)) as found:
+        assert names(await batch(found, NO_LORA[CODE])) == ["c", "d"]
+        assert await nothing(found, "m2") and {unit.record for unit in found.book.units.values()} == {"c", "d"}
+
+
+def of_scenario(scenario: str, record: str) -> InferenceRecorded:
+    return msgspec.structs.replace(answer(record, "inc:0", scenario), scenario=scenario)
 
 
 async def test_the_next_batch_holds_none_of_the_last(shelf: Shelf) -> None:

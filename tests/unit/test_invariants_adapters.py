@@ -10,6 +10,7 @@ from collections.abc import Callable
 import pytest
 from msgspec.structs import replace
 
+from reef_bus.cli_audit import _audit_lines
 from reef_bus.core.invariants import Rewards
 from reef_bus.events import EngineStaged, Evidence, Lora, Member, Span
 from tests.facts import (
@@ -115,6 +116,14 @@ def test_a_clean_history_of_adapters_has_no_violation_and_names_its_scenarios() 
         CODE: (L(6), 4, 0.5),
     }
     assert audit.rewards[L(0)] == Rewards(8, 0.5)
+
+
+def test_the_command_says_the_rewards_of_each_scenario() -> None:
+    said = [line for line in _audit_lines(clean().audit()) if line.startswith("reward")]
+    assert said == [
+        f"reward   0.500 over 4 final answers to {MATH} by {L(4)}",
+        f"reward   0.500 over 4 final answers to {CODE} by {L(6)}",
+    ]
 
 
 def test_an_audit_of_the_whole_model_names_no_scenarios() -> None:

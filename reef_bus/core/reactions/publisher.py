@@ -19,7 +19,7 @@ from reef_bus.core.publication import MAX_ATTEMPTS, STAGED, SUPERSEDED, Publicat
 from reef_bus.core.reactions.common import SECOND, word
 from reef_bus.core.reactions.operator import halts, refusals, refuse, retirements
 from reef_bus.core.requests import Request, wanted
-from reef_bus.core.residency import Refused, make_room
+from reef_bus.core.residency import Refused, Residency, make_room, withdrawn
 from reef_bus.core.retention import within_reach
 from reef_bus.core.serving import live, present
 from reef_bus.core.training import Candidate, Sender
@@ -107,11 +107,17 @@ def _no_room(world: World, candidate: Candidate, members: list[Engine]) -> tuple
     if none := [engine.id for engine in members if engine.residency is None or "files" not in engine.accepts]:
         return "adapters", f"{none} take no adapters from files: see adapters.scenarios and inference.accepts"
     for engine in members:
-        assert engine.residency is not None
-        found = make_room(engine.residency, candidate.scenario, _next_load_id(world), candidate.manifest)
+        found = make_room(_settled(world, engine), candidate.scenario, _next_load_id(world), candidate.manifest)
         if isinstance(found, Refused):
             return f"adapter_{found.reason}", f"{engine.id}: {found.detail} (adapters.capacity)"
     return None
+
+
+def _settled(world: World, engine: Engine) -> Residency:
+    """What it will hold when nothing is being published: committed or halted, the open one leaves a place to others."""
+    assert engine.residency is not None
+    open_ = world.publications.open
+    return withdrawn(engine.residency, open_.scenario, open_.load_id) if open_ else engine.residency
 
 
 def _transport(offers: tuple[str, ...], members: list[Engine], policy: Policy) -> str:

@@ -1,0 +1,229 @@
+"""The agent's hands on adapters: loaded beside what is served, unloaded when nobody asks, looked for when in doubt.
+
+Knows: agent, server and router over a real store, an engine of 32 bytes that holds adapters. Must not know: publishers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+from pathlib import Path
+
+import pytest
+from msgspec.structs import replace
+
+from consumers.reef_engine.agent import Agent
+from consumers.reef_engine.continuous import Continuous
+from consumers.reef_engine.endpoint import Waiting
+from consumers.reef_engine.fault import Fault
+from consumers.reef_engine.server import Server
+from consumers.reef_gateway.router import Router
+from reef_bus.artifacts import ArtifactStore, save_weights
+from reef_bus.backends import Answer, ContinuousBackend, Generated, Prompt
+from reef_bus.config import Adapters, Config
+from reef_bus.core.effects import Debt, LoadAdapter, Me, UnloadAdapter
+from reef_bus.events import AdapterLeaked, AdapterUnloaded, EngineLeft, EngineStaged, Event, ReceiverFailed
+from tests.facts import CODE, FROZEN, LORA, MATH, L, adapter_trained, digest, leaked, name
+from tests.simulation.adapting import AdapterMemory
+from tests.simulation.faults import Faults, Nemesis
+from tests.simulation.hands import pieces
+from tests.spec import Step, given
+from tests.unit.test_adapters import ONE, TWO
+
+M1, OTHER = b"math".ljust(32), b"code".ljust(32)
+
+
+class Beside:
+    """An agent that holds the base model, and its server."""
+
+    def __init__(self, folder: Path, **faults: float) -> None:
+        self.store, self.nemesis = ArtifactStore(folder), Nemesis(Faults(**faults), random.Random(1), lambda text: None)
+        self.backend = AdapterMemory(random.Random(2), self.nemesis, 3)
+        config = Config(adapters=Adapters(scenarios=(MATH, CODE)))
+        self.agent = Agent(config, Me("e0", "e0.1"), "http://e0", self.backend, self.store, Fault())
+        self.server = Server(self.agent, 4)
+        self.agent.proven = digest("base")
+        self.see(*FROZEN)
+
+    def see(self, *history: Step) -> None:
+        self.agent.folded(given(*history).world, ())
+
+    async def does(self, effect: LoadAdapter | UnloadAdapter) -> Event | None:
+        async with contextlib.AsyncExitStack() as scope:
+            return await self.agent.perform(Debt(key="k", effect=effect), scope)
+
+    def effect(self, content: bytes = M1, n: int = 1, publication: str = "pub1", held: bool = False) -> LoadAdapter:
+        weights, manifest = save_weights(self.store, pieces(content))
+        return LoadAdapter(publication, 1, MATH, name(MATH, n), L(n), manifest.digest, weights, LORA, held)
+
+    async def ask(self, scenario: str) -> asyncio.Future[Generated]:
+        prompt = Prompt(ids=(1,), max_tokens=32, scenario=scenario)
+        done: asyncio.Future[Generated] = asyncio.get_running_loop().create_future()
+        self.server.queue.put_nowait(Waiting(prompt, done))
+        return done
+
+
+async def test_what_was_loaded_is_proven_and_said_under_its_name(tmp_path: Path) -> None:
+    beside = Beside(tmp_path)
+    effect = beside.effect()
+    word = await beside.does(effect)
+    assert isinstance(word, EngineStaged) and beside.backend.held == {name(MATH, 1): M1}
+    assert (word.scenario, word.adapter, word.load_id, word.manifest) == (MATH, name(MATH, 1), L(1), effect.manifest)
+    again = await beside.does(replace(effect, load_id=L(2), held=True))
+    assert isinstance(again, EngineStaged) and (again.adapter, again.bytes) == (name(MATH, 1), 0)
+
+
+@pytest.mark.parametrize(
+    ("fault", "cause"),
+    [("no_load", "memory"), ("late_load", "stalled"), ("another_load", "digest"), ("skip_load", "digest")],
+)
+async def test_a_load_that_goes_wrong_is_a_failure_of_the_target_and_ends_a_boot_that_needs_a_head(
+    tmp_path: Path, fault: str, cause: str
+) -> None:
+    beside = Beside(tmp_path, **{fault: 1.0})
+    word = await beside.does(beside.effect())
+    assert isinstance(word, ReceiverFailed) and (word.cause, word.staged, word.scenario) == (cause, True, MATH)
+    assert isinstance(await beside.does(beside.effect(publication="")), EngineLeft)
+
+
+async def test_an_unload_waits_for_requests_that_name_the_adapter_and_for_no_others(tmp_path: Path) -> None:
+    beside = Beside(tmp_path)
+    await beside.does(beside.effect())
+    with beside.agent.adapters.leased(name(CODE, 1)), beside.agent.adapters.leased(name(MATH, 1)):
+        waiting = asyncio.create_task(beside.does(UnloadAdapter(name(MATH, 1))))
+        await asyncio.sleep(0.05)
+        assert not waiting.done() and name(MATH, 1) in beside.backend.held
+    assert await waiting == AdapterUnloaded(engine="e0", adapter=name(MATH, 1)) and beside.backend.held == {}
+
+
+async def test_an_unload_that_is_not_confirmed_is_a_leak(tmp_path: Path) -> None:
+    beside = Beside(tmp_path, leak=1.0)
+    await beside.does(beside.effect())
+    word = await beside.does(UnloadAdapter(name(MATH, 1)))
+    assert isinstance(word, AdapterLeaked) and word.adapter == name(MATH, 1)
+
+
+async def test_what_an_unload_took_is_told_though_nobody_waits_for_it_any_more(tmp_path: Path) -> None:
+    beside = Beside(tmp_path)
+    beside.see(*FROZEN, *ONE)
+    beside.backend.held[name(MATH, 1)] = M1
+    given_up = asyncio.create_task(beside.does(UnloadAdapter(name(MATH, 1))))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    given_up.cancel()
+    await asyncio.wait([given_up])
+    assert beside.backend.held == {} and given_up.cancelled()
+    (debt,) = beside.agent.react(beside.agent.world, 0)
+    assert debt.effect.event.adapter == name(MATH, 1)  # type: ignore[attr-defined]
+    assert beside.agent.version(MATH) is None
+
+
+async def test_what_was_lost_and_loaded_again_is_there(tmp_path: Path) -> None:
+    beside = Beside(tmp_path)
+    beside.agent.adapters.lost = frozenset({name(MATH, 1)})
+    assert not beside.agent.adapters.there(name(MATH, 1))
+    await beside.does(beside.effect())
+    assert beside.agent.adapters.there(name(MATH, 1))
+
+
+async def test_in_doubt_nobody_is_answered_with_an_adapter_until_it_was_looked_which_are_there(tmp_path: Path) -> None:
+    beside = Beside(tmp_path)
+    beside.see(*FROZEN, *TWO)
+    beside.backend.held[name(MATH, 1)] = M1
+    assert beside.agent.version(MATH) and beside.agent.version(CODE)
+    beside.agent.doubt()
+    assert beside.agent.version(MATH) is None
+    assert type(beside.agent.react(beside.agent.world, 0)[0].effect).__name__ == "VerifyHead"
+    await beside.agent.adapters.look(beside.agent.world)
+    assert beside.agent.version(MATH) and beside.agent.version(CODE) is None
+
+
+async def test_what_a_load_left_that_was_given_up_goes_before_the_next_one(tmp_path: Path) -> None:
+    beside = Beside(tmp_path)
+    beside.backend.held |= {name(MATH, 1): OTHER, name(CODE, 7): OTHER, "somebody-elses": OTHER}
+    assert isinstance(await beside.does(beside.effect()), EngineStaged)
+    assert beside.backend.held == {name(MATH, 1): M1, "somebody-elses": OTHER}
+
+
+# -- requests
+
+
+async def test_each_request_is_answered_and_named_by_its_own_scenarios_head(tmp_path: Path) -> None:
+    beside = Beside(tmp_path)
+    beside.see(*FROZEN, *ONE)
+    beside.backend.held[name(MATH, 1)] = M1
+    base = bytes(beside.backend.content)
+    asked = [await beside.ask(scenario) for scenario in (MATH, CODE, "")]
+    worker = asyncio.create_task(beside.server.work())
+    found = await asyncio.gather(*asked)
+    worker.cancel()
+    assert [(each.load_id, bytes(each.completion.ids)) for each in found] == [(L(1), M1), (L(0), base), (L(0), base)]
+    assert beside.agent.adapters._leases == {}
+
+
+class Batching(AdapterMemory, ContinuousBackend):
+    """It batches by itself: what is in hand is answered when it is told to."""
+
+    def __init__(self, beside: Beside) -> None:
+        AdapterMemory.__init__(self, random.Random(2), beside.nemesis, 3)
+        self.asked: list[Prompt] = []
+        self.go = asyncio.Event()
+
+    async def answer(self, prompt: Prompt) -> Answer:
+        self.asked.append(prompt)
+        await self.go.wait()
+        return Answer(self.generate([prompt])[0], ((L(0), 32),))
+
+    async def abort(self) -> None: ...
+
+    async def halt(self) -> None: ...
+
+    async def go_on(self) -> None: ...
+
+
+async def test_who_batches_by_itself_names_each_request_and_holds_its_adapter_until_it_is_answered(
+    tmp_path: Path,
+) -> None:
+    beside = Beside(tmp_path)
+    backend = beside.agent.backend = beside.agent.adapters.backend = Batching(beside)
+    beside.see(*FROZEN, *ONE)
+    backend.held[name(MATH, 1)] = M1
+    server = Continuous(beside.agent, backend, 4)
+    asked = [server._enter(Prompt(ids=(1,), max_tokens=32, scenario=each)) for each in (MATH, CODE)]
+    worker = asyncio.create_task(server.work())
+    while len(backend.asked) < 2:  # noqa: ASYNC110 - a fake of numbers has no event to wait for
+        await asyncio.sleep(0)
+    unload = asyncio.create_task(beside.does(UnloadAdapter(name(MATH, 1))))
+    await asyncio.sleep(0.05)
+    assert [prompt.adapter for prompt in backend.asked] == [name(MATH, 1), ""] and not unload.done()
+    backend.go.set()
+    assert [each.load_id for each in await asyncio.gather(*asked)] == [L(1), L(0)]
+    assert isinstance(await unload, AdapterUnloaded)
+    worker.cancel()
+
+
+async def test_a_request_of_a_scenario_whose_head_is_not_there_is_asked_elsewhere(tmp_path: Path) -> None:
+    beside = Beside(tmp_path)
+    beside.see(*FROZEN, *ONE)
+    beside.agent.adapters.lost = frozenset({name(MATH, 1)})
+    asked, base = await beside.ask(MATH), await beside.ask(CODE)
+    worker = asyncio.create_task(beside.server.work())
+    assert (await base).load_id == L(0)
+    worker.cancel()
+    with pytest.raises(Exception, match="does not hold the adapter of 'math'"):
+        await asked
+
+
+def test_a_router_knows_only_engines_that_hold_what_the_scenario_is_answered_with() -> None:
+    router = Router(None)  # type: ignore[arg-type]
+    begun = (*FROZEN, *ONE, *adapter_trained(CODE, "c1"))
+    router.moved(given(*begun).world)
+    assert {each: [e.id for e in router.able(each)] for each in (MATH, CODE, "", "poetry")} == {
+        MATH: ["e0", "e1"],
+        CODE: ["e0", "e1"],
+        "": ["e0", "e1"],
+        "poetry": [],
+    }
+    router.moved(given(*begun, leaked("e1", name(MATH, 1))).world)
+    assert [e.id for e in router.able(MATH)] == ["e0"] and [e.id for e in router.able(CODE)] == ["e0", "e1"]

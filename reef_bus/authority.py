@@ -92,7 +92,7 @@ class Authority(Role):
         return False
 
     def react(self, world: World, now: int) -> Sequence[Debt]:
-        return reactions.trainer(world, self.me)
+        return reactions.trainer(world, self.me, colocate=self.config.training.colocate)
 
     async def perform(self, debt: Debt, scope: contextlib.AsyncExitStack) -> Event | None:
         match debt.effect:

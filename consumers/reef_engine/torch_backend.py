@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from reef_bus.backends import Completion, Generation, InferenceBackend, Pieces, Prompt, Stop, never
+from reef_bus.core.memory import WEIGHTS
 from reef_bus.core.publication import PAUSES
 from reef_bus.errors import ContractError, Rejected, TransferError
 from reef_bus.policy import Policy, PolicyConfig, Sampling, pieces
@@ -30,8 +31,10 @@ class TorchEngine(InferenceBackend):
     """Answers have exactly `max_tokens` tokens: no id ends one, eos included, so finish_reason is always "length".
 
     The copies are two whole modules, and a batch's KV cache lives and dies with its batch: so a swap leaves nothing of
-    the old weights behind, but in a batch that was stopped and is to go on."""
+    the old weights behind, but in a batch that was stopped and is to go on. Weights are all the memory that it keeps
+    between two batches."""
 
+    releases = (WEIGHTS,)
     stages = True
     pauses = PAUSES
 
@@ -47,6 +50,9 @@ class TorchEngine(InferenceBackend):
 
     def start(self) -> None:
         torch.set_num_threads(1)
+        self._allocate()
+
+    def _allocate(self) -> None:
         self._policy = Policy(self.config).requires_grad_(False)
         self._live = _views(self._policy)
 
@@ -93,13 +99,21 @@ class TorchEngine(InferenceBackend):
     def unstage(self) -> None:
         self._beside, self._staged = None, {}
 
+    def release(self, regions: Sequence[str]) -> None:
+        """Both copies: the parameters are freed with the last view of them."""
+        self._started()
+        self.close()
+
+    def resume(self, regions: Sequence[str]) -> None:
+        self._allocate()
+
     def close(self) -> None:
         self._policy, self._live = None, {}
         self.unstage()
 
     def _started(self) -> Policy:
         if self._policy is None:
-            raise ContractError("the engine has no memory; call start() first")
+            raise ContractError("the engine has no memory; call start() first, or resume() what was released")
         return self._policy
 
     def _begin(self, prompts: Sequence[Prompt]) -> list[Group]:

@@ -57,6 +57,7 @@ class Trainer(Authority):
         self.world = World()
         self._gone = set[str]()  # blobs that were removed
         self._states: dict[str, Any] = {}
+        self._keep = 0 if config.training.colocate else KEPT_STATES  # their memory is the engines'
         self._trained: Trained | None = None
         self._kept = threading.Lock()  # an offer loads in one thread while a job trains in another
 
@@ -112,9 +113,17 @@ class Trainer(Authority):
             base=effect.base,
             batch=blob,
             records=len(units),
+            colocated=self.config.training.colocate,
         )
 
     def train(self, effect: Train, batch: Batch) -> Event:
+        """What comes of it says, where engines wait for their memory, that the step's is free."""
+        made = self._job(effect, batch)
+        if self.config.training.colocate:
+            self.backend.release()
+        return made
+
+    def _job(self, effect: Train, batch: Batch) -> Event:
         """A store that does not take what was trained is asked again, and nothing is trained again for it."""
         job = effect.job
         if self._trained is None or self._trained.job != (job.id, job.attempt):
@@ -171,7 +180,7 @@ class Trainer(Authority):
         with self._kept:
             self._states.pop(candidate, None)
             self._states[candidate] = state
-            while len(self._states) > KEPT_STATES:
+            while len(self._states) > self._keep:
                 del self._states[next(iter(self._states))]
         return state
 

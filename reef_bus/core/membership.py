@@ -10,10 +10,13 @@ from typing import Any
 
 import msgspec
 
+from reef_bus.core.memory import WEIGHTS, ordered
 from reef_bus.events import (
     EngineFenced,
     EngineJoined,
     EngineLeft,
+    EngineMemoryReleased,
+    EngineMemoryRestored,
     EngineStaged,
     Event,
     Member,
@@ -37,7 +40,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 
 class Engine(msgspec.Struct, kw_only=True):
     """One engine id and its current boot. `verified` is this boot's last proof since its last fence, by any way; `out`
-    the broker time (ns) at which the boot left or was excluded."""
+    the broker time (ns) at which the boot left or was excluded. Of the regions that it `releases`, those `released` are
+    a job's now: it gave them for the fence raised at `lent`, and the last word on them is at `memory`."""
 
     id: str
     boot: str
@@ -52,6 +56,10 @@ class Engine(msgspec.Struct, kw_only=True):
     fenced: int = 0
     verified: Report | None = None
     reported: int = 0
+    releases: tuple[str, ...] = ()
+    released: tuple[str, ...] = ()
+    lent: int = 0
+    memory: int = 0
 
 
 class Membership(msgspec.Struct):
@@ -92,6 +100,7 @@ def _join(membership: Membership, recorded: Recorded, event: EngineJoined) -> No
         accepts=event.accepts,
         modes=event.modes,
         pauses=event.pauses,
+        releases=event.releases,
     )
 
 
@@ -134,6 +143,25 @@ def _report(
         found.reported, found.verified = report.seq, None if report.failure else report
 
 
+def _release(membership: Membership, recorded: Recorded, event: EngineMemoryReleased) -> None:
+    engine = membership.engines[event.engine]
+    engine.released, engine.lent = ordered({*engine.released, *event.regions}), event.fence
+    _moved(engine, recorded.seq, event.regions)
+
+
+def _restore(membership: Membership, recorded: Recorded, event: EngineMemoryRestored) -> None:
+    engine = membership.engines[event.engine]
+    engine.released, engine.lent = ordered(set(engine.released) - set(event.regions)), 0
+    _moved(engine, recorded.seq, event.regions)
+
+
+def _moved(engine: Engine, seq: int, regions: tuple[str, ...]) -> None:
+    """Weights whose memory was another's, or is new, are no proof of anything."""
+    engine.memory = seq
+    if WEIGHTS in regions:
+        engine.verified = None
+
+
 def _leave(membership: Membership, recorded: Recorded, event: EngineLeft) -> None:
     engine = membership.engines[event.engine]
     engine.left, engine.out = True, recorded.time
@@ -145,6 +173,8 @@ CHANGES: Mapping[type[Event], Callable[[Membership, Recorded, Any], None]] = {
     EngineStaged: _stage,
     ReceiverVerified: _verify,
     ReceiverFailed: _fail,
+    EngineMemoryReleased: _release,
+    EngineMemoryRestored: _restore,
     EngineLeft: _leave,
 }
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from reef_bus.core.membership import Engine
+from reef_bus.core.memory import lending, up
 from reef_bus.core.publication import FENCED, IN_PLACE, Release
 from reef_bus.core.world import World
 from reef_bus.events import Member
@@ -25,7 +26,12 @@ def present(world: World, engine: Engine) -> bool:
 
 
 def fenced(world: World, engine: str, boot: str) -> bool:
-    """A fence is up and covers this boot."""
+    """A fence is up and covers this boot: a publication's, or that of a colocated job, which covers every boot."""
+    return up(world.handover) or targeted(world, engine, boot)
+
+
+def targeted(world: World, engine: str, boot: str) -> bool:
+    """A publication's fence is up and covers this boot."""
     open_ = world.publications.open
     return open_ is not None and open_.mode == FENCED and Member(engine, boot) in open_.members
 
@@ -44,6 +50,7 @@ def may_generate(world: World, engine: str, boot: str) -> bool:
         and found.boot == boot
         and live(world, found)
         and not fenced(world, engine, boot)
+        and not found.released
         and holds_head(world, found)
     )
 
@@ -53,7 +60,8 @@ def owes_head(world: World, engine: Engine) -> int:
     head = world.publications.head
     if head is None or not live(world, engine) or fenced(world, engine.id, engine.boot) or holds_head(world, engine):
         return 0
-    return max(engine.joined, engine.fenced, engine.reported, head.seq, world.publications.ended_seq)
+    since = engine.joined, engine.fenced, engine.reported, engine.memory, head.seq, world.publications.ended_seq
+    return max(since)
 
 
 def may_continue(releases: Mapping[str, Release], begun: str, load_id: str) -> bool:
@@ -71,3 +79,21 @@ def serving(world: World) -> list[Engine]:
     """The engines that may generate now, by id."""
     engines = world.membership.engines
     return [engines[name] for name in sorted(engines) if may_generate(world, name, engines[name].boot)]
+
+
+def holders(world: World) -> list[Engine]:
+    """Boots whose memory the open colocated job may not count on yet, by id: those that have not said, since its fence
+    was raised, that it is released. Who is out counts until its supervisor knows that nothing of it lives."""
+    handover, engines = world.handover, world.membership.engines
+    if handover is None or not lending(handover):
+        return []
+    found = (engines[name] for name in sorted(engines) if engines[name].lent != handover.seq)
+    return [engine for engine in found if present(world, engine) or _remains(world, engine)]
+
+
+def _remains(world: World, engine: Engine) -> bool:
+    component = world.components.get(engine.id)
+    if component is None:
+        return False
+    running = component.published == engine.boot
+    return running or (component.ended > engine.joined and component.state in ("withdrawn", "unconfirmed"))

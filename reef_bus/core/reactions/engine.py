@@ -18,13 +18,17 @@ from reef_bus.core.effects import (
 from reef_bus.core.membership import Engine
 from reef_bus.core.publication import STAGED, Publication
 from reef_bus.core.reactions.common import all_fenced, join_or_retire, word
-from reef_bus.core.serving import fenced, live, owes_head
+from reef_bus.core.reactions.memory import in_turn, lend, take_back
+from reef_bus.core.serving import fenced, live, owes_head, targeted
 from reef_bus.core.world import World
 from reef_bus.events import Member
 
 
-def engine(world: World, me: Me, deadlines: Deadlines, *, written: bool = False) -> list[Debt]:
-    """What the agent of one engine owes. `written`, which no log can know: its memory is not what it last proved."""
+def engine(
+    world: World, me: Me, deadlines: Deadlines, *, written: bool = False, out: tuple[str, ...] = ()
+) -> list[Debt]:
+    """What the agent of one engine owes. What no log can know: `written`, its memory is not what it last proved; and
+    which regions of it are `out`, really."""
     if not world.incarnation:
         return []
     found = world.membership.engines.get(me.id)
@@ -33,9 +37,11 @@ def engine(world: World, me: Me, deadlines: Deadlines, *, written: bool = False)
     if not live(world, found):
         return [Debt(key="retire", effect=Retire(f"boot {me.boot} of {me.id} was excluded"))]
     open_ = world.publications.open
-    if open_ is not None and fenced(world, me.id, me.boot):
-        return _attempt(world, me, open_, deadlines)
-    return _head(world, found, written) or _staging(world, me, open_, deadlines)
+    if open_ is not None and targeted(world, me.id, me.boot):
+        return in_turn(world, found, out, _attempt(world, me, open_, deadlines))
+    if fenced(world, me.id, me.boot):
+        return lend(world, found)
+    return take_back(world, found, out) or _head(world, found, written) or _staging(world, me, open_, deadlines)
 
 
 def _attempt(world: World, me: Me, open_: Publication, deadlines: Deadlines) -> list[Debt]:

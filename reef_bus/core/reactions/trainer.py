@@ -19,8 +19,10 @@ from reef_bus.core.effects import (
     Register,
     Train,
 )
+from reef_bus.core.memory import lending
 from reef_bus.core.reactions.common import join_or_retire
 from reef_bus.core.requests import wanted
+from reef_bus.core.serving import holders
 from reef_bus.core.training import Job
 from reef_bus.core.world import World, can_still_reach
 from reef_bus.events import (
@@ -32,19 +34,20 @@ from reef_bus.events import (
     JobRestoreRequested,
     JobStarted,
     PromotionRequested,
+    RollbackRequested,
     TrainerRestored,
 )
 
 
-def trainer(world: World, me: Me) -> list[Debt]:
-    """What the trainer's boot owes."""
+def trainer(world: World, me: Me, *, colocate: bool = False) -> list[Debt]:
+    """What the trainer's boot owes. With `colocate` its jobs take turns with publications."""
     if not world.incarnation:
         return []
     if world.training.boot != me.boot:
         return [join_or_retire(world, me, "train", world.training.boot)]
     if not world.training.scenario:
         return [Debt(key="register", effect=Register(), cause=world.training.joined)]
-    return [*_offer(world, me), *_job(world, me)]
+    return [*_offer(world, me), *_job(world, me, colocate)]
 
 
 def _offer(world: World, me: Me) -> list[Debt]:
@@ -62,12 +65,13 @@ def _offer(world: World, me: Me) -> list[Debt]:
     ]
 
 
-def _job(world: World, me: Me) -> list[Debt]:
+def _job(world: World, me: Me, colocate: bool) -> list[Debt]:
     training = world.training
     if training.job is None:
-        return [_next_job(world)]
+        return _next_job(world, colocate)
     job = training.job
-    if discard := wanted(world.requests, JobDiscardRequested, job.id):
+    stepping = lending(world.handover) and job.boot == me.boot and not job.candidate  # its end would end the fence
+    if (discard := wanted(world.requests, JobDiscardRequested, job.id)) and not stepping:
         discarded = JobDiscarded(scenario=training.scenario, job=job.id, request=discard.seq)
         return [_fact(f"discard/{discard.seq}", discarded, discard.seq, job)]
     if job.candidate:
@@ -85,6 +89,8 @@ def _start(world: World, job: Job) -> list[Debt]:
         lost = JobAmbiguous(scenario=scenario, job=job.id, attempt=job.attempt, started_by=job.boot)
         return [_fact(f"ambiguous/{job.started}", lost, job.started, job)]
     if job.ambiguous and restore is None:
+        return []
+    if lending(world.handover) and (world.publications.open or holders(world)):
         return []
     request, cause = (restore.seq, restore.seq) if restore else (0, job.seq)
     started = JobStarted(scenario=scenario, job=job.id, attempt=job.attempt + 1, request=request)
@@ -113,13 +119,15 @@ def _decide(world: World, job: Job) -> Debt:
     return Debt(key=f"decide/{job.evaluated}", effect=effect, cause=job.evaluated, correlation=job.id)
 
 
-def _next_job(world: World) -> Debt:
+def _next_job(world: World, colocate: bool) -> list[Debt]:
     training, head = world.training, world.publications.head
     assert head is not None  # registration made release 0
     base = next((c for c in reversed(world.queue) if can_still_reach(world, c)), head.candidate)
     since = max(training.closed, training.registered, training.joined)
     if not can_still_reach(world, training.base):
         restored = TrainerRestored(scenario=training.scenario, load_id=head.load_id, candidate=head.candidate)
-        return Debt(key=f"restore/{since}/{head.seq}", effect=Append(restored), cause=head.seq)
+        return [Debt(key=f"restore/{since}/{head.seq}", effect=Append(restored), cause=head.seq)]
+    if colocate and (world.publications.open or world.queue or wanted(world.requests, RollbackRequested)):
+        return []
     effect = AssembleBatch(base, training.dispatched + 1, training.last_batch)
-    return Debt(key=f"batch/{since}/{base}", effect=effect, cause=since)
+    return [Debt(key=f"batch/{since}/{base}", effect=effect, cause=since)]

@@ -41,6 +41,8 @@ NOT_MADE = {
     "RecoveryHalted": "needs the restart budget, which this run raises",
     "RecoveryResumed": "needs a component that was given up, as RecoveryHalted does",
     "RecoveryResumeRequested": "as RecoveryResumed",
+    "EngineMemoryReleased": "needs a colocated deployment; tests/integration/test_colocate.py",
+    "EngineMemoryRestored": "as EngineMemoryReleased",
     "InferenceRecorded": "is not on LOG",
     "ReportReceived": "is not on LOG",
 }

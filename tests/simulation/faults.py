@@ -25,7 +25,9 @@ HANDS = ("reject", "drop", "no_room", "no_artifact", "no_swap", "repeat")
 second copy that cannot be swapped in; a harness that says everything twice."""
 KINDS = (*STRIKES, *APPENDS, *TRANSFERS, *HANDS)
 
-EVENTS = tuple(name for name, event in CATALOGUE.items() if event.family != "record")
+COLOCATED = ("EngineMemoryReleased", "EngineMemoryRestored")
+"""Events of colocated deployments, which have a switch of their own: other seeds' histories stay as they are."""
+EVENTS = tuple(name for name, event in CATALOGUE.items() if event.family != "record" and name not in COLOCATED)
 REQUESTS = tuple(name for name, event in CATALOGUE.items() if event.family == "operator")
 
 RARE = (

@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import logging
 import math
+import urllib.parse
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -20,7 +21,7 @@ import aiohttp
 import msgspec
 
 from consumers.reef_engine.sglang import moves, requests
-from consumers.reef_engine.sglang.client import Client, words
+from consumers.reef_engine.sglang.client import CALL_S, Client, words
 from consumers.reef_engine.sglang.room import Room
 from consumers.reef_engine.sglang.sums import Oracle, Sums, flaw
 from reef_bus.backends import Answer, Completion, ContinuousBackend, Layout, Pieces, Prompt, Proof
@@ -32,6 +33,8 @@ from reef_bus.runner import blocking
 log = logging.getLogger(__name__)
 
 SUMS_S = 300.0
+MEMORY_S = 300.0
+IDLE_S = 60.0
 RESERVED, PROMPT_RESERVED = 2, 7
 """Positions that the server gives to nobody: an answer is cut there, and nothing said; a longer prompt is refused."""
 KNOWN = 8
@@ -160,6 +163,17 @@ class SGLangEngine(ContinuousBackend):
         return flaw(
             expected, self.client.post("weights_checker", requests.weights_checker("checksum"), SUMS_S)["ranks"]
         )
+
+    # -- memory
+
+    def release(self, regions: Sequence[str]) -> None:
+        """A server that is not idle yet, as it is for a moment after its last answer, would end: it waits first."""
+        query = urllib.parse.urlencode(requests.flush_cache(IDLE_S))
+        self.client.post(f"flush_cache?{query}", {}, IDLE_S + CALL_S)
+        self.client.post("release_memory_occupation", requests.release_memory_occupation(*regions), MEMORY_S)
+
+    def resume(self, regions: Sequence[str]) -> None:
+        self.client.post("resume_memory_occupation", requests.resume_memory_occupation(*regions), MEMORY_S)
 
     def close(self) -> None:
         """Whoever started the server, the room and the oracle ends them."""

@@ -28,6 +28,7 @@ from consumers.reef_engine.sglang.room import Room, place
 from consumers.reef_engine.sglang.sums import Oracle
 from reef_bus.config import Config, Inference
 from reef_bus.core.effects import Me
+from reef_bus.core.memory import REGIONS
 from reef_bus.core.publication import IN_PLACE
 from reef_bus.runner import blocking
 
@@ -49,13 +50,15 @@ async def start(config: Config, me: Me, died: Callable[[str], None], stack: cont
     oracle = Oracle(flags, ranks, free_port(), around, run / f"{me.id}.oracle.log")
     stack.callback(oracle.close)
     spans = config.publication.pause == IN_PLACE
+    saver = config.training.colocate and where == "cuda"  # without a GPU the server says yes, and keeps everything
     if url := inference.urls.get(me.id):
         client = Client(url.rstrip("/"), os.environ.get(KEY, ""))
         ended = await _borrowed(inference, client, spans)
     else:
         port = free_port()
         client = Client(f"http://127.0.0.1:{port}", me.boot)
-        argv = ["-m", "sglang.launch_server", *flags, *server_flags(inference, port, me.boot, where, spans=spans)]
+        own = server_flags(inference, port, me.boot, where, spans=spans, saver=saver)
+        argv = ["-m", "sglang.launch_server", *flags, *own]
         server = Process(argv, around, run / f"{me.id}.sglang.log")
         stack.callback(server.end)
         await server.ready(client, inference.start_s)
@@ -63,6 +66,7 @@ async def start(config: Config, me: Me, died: Callable[[str], None], stack: cont
     watching = asyncio.create_task(_watch(ended, died))
     stack.callback(watching.cancel)
     engine = SGLangEngine(inference, client, room, oracle, where, died, spans=spans, borrowed=bool(url))
+    engine.releases = REGIONS if saver else ()
     stack.push_async_callback(engine.disconnect)
     return engine
 

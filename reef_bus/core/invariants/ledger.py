@@ -14,7 +14,9 @@ from typing import Any
 import msgspec
 
 from reef_bus.core.ids import BASE, LoadId, parse_load_id
+from reef_bus.core.invariants import lending
 from reef_bus.core.invariants.findings import Findings
+from reef_bus.core.invariants.lending import Lending
 from reef_bus.core.invariants.records import Answers, Batches, consume
 from reef_bus.core.start import Start
 from reef_bus.errors import ContractError
@@ -25,6 +27,8 @@ from reef_bus.events import (
     CandidateSelected,
     EngineFenced,
     EngineJoined,
+    EngineMemoryReleased,
+    EngineMemoryRestored,
     EngineStaged,
     Event,
     Evidence,
@@ -109,6 +113,7 @@ class Ledger(msgspec.Struct, kw_only=True):
     jobs: int = 0
     commits: int = 0
     proofs: int = 0
+    lending: Lending = msgspec.field(default_factory=Lending)
 
 
 def seed(ledger: Ledger, start: Start) -> None:
@@ -129,6 +134,7 @@ def note(ledger: Ledger, recorded: Recorded) -> None:
     entry = ENTRIES.get(type(recorded.event))
     if entry:
         entry(ledger, recorded, recorded.event)
+    lending.note(ledger.lending, recorded, ledger.findings)
 
 
 def _open_log(ledger: Ledger, recorded: Recorded, event: LogOpened) -> None:
@@ -177,6 +183,14 @@ def _fence(ledger: Ledger, recorded: Recorded, event: EngineFenced) -> None:
     ledger.held.pop(boot, None)
     if ledger.open and (ledger.open.target.publication, ledger.open.attempt) == (event.publication, event.attempt):
         ledger.stops.setdefault(boot, []).append(seq)
+
+
+def _memory(ledger: Ledger, recorded: Recorded, event: EngineMemoryReleased | EngineMemoryRestored) -> None:
+    """Weights that were away are proven anew, and whoever gave memory away had stopped."""
+    if "weights" in event.regions:
+        ledger.held.pop(recorded.boot, None)
+    if type(event) is EngineMemoryReleased and event.fence == ledger.lending.fence:
+        ledger.stops.setdefault(recorded.boot, []).append(recorded.seq)
 
 
 # -- what the trainer says
@@ -380,6 +394,8 @@ ENTRIES: Mapping[type[Event], Callable[[Ledger, Recorded, Any], None]] = {
     RollbackRequested: _ask,
     EngineJoined: _join,
     EngineFenced: _fence,
+    EngineMemoryReleased: _memory,
+    EngineMemoryRestored: _memory,
     EngineStaged: _report,
     ReceiverVerified: _report,
     ReceiverFailed: _report,

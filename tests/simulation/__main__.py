@@ -14,6 +14,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from functools import partial
 
 from tests.simulation.deployment import Outcome, simulate
 from tests.simulation.faults import EVENTS, KINDS
@@ -31,11 +32,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seeds", type=int, default=200, help="how many seeds to run")
     parser.add_argument("--from", type=int, default=0, dest="first", help="the first of them")
     parser.add_argument("--seed", type=int, help="run one seed and tell its story")
+    parser.add_argument("--colocated", action="store_true", help="the same deployments, training where engines are")
     parser.add_argument("--json", action="store_true", help="the result as JSON")
     asked = parser.parse_args(argv)
     if asked.seed is not None:
-        return _story(simulate(asked.seed))
-    return _many(range(asked.first, asked.first + asked.seeds), asked.json)
+        return _story(simulate(asked.seed, colocated=asked.colocated))
+    return _many(range(asked.first, asked.first + asked.seeds), asked.json, asked.colocated)
 
 
 def _story(outcome: Outcome) -> int:
@@ -44,20 +46,21 @@ def _story(outcome: Outcome) -> int:
     return 1 if outcome.violation else 0
 
 
-def _many(seeds: range, as_json: bool) -> int:
+def _many(seeds: range, as_json: bool, colocated: bool) -> int:
     began = time.monotonic()
     hits, events, ended = Counter[tuple[str, str]](), Counter[str](), Counter[str]()
     failed: dict[int, str] = {}
     slowest = (0.0, 0)
-    for outcome in _run(seeds):
+    for outcome in _run(seeds, colocated):
         hits += outcome.hits
         events += outcome.events
         ended += outcome.ended
         slowest = max(slowest, (outcome.settled_s, outcome.seed))
         if outcome.violation:
             failed[outcome.seed] = outcome.violation
-            print(f"seed {outcome.seed}: {outcome.violation}\n    python -m tests.simulation --seed {outcome.seed}")
-    judged = len(seeds) >= ENOUGH
+            again = f"--seed {outcome.seed}{' --colocated' if colocated else ''}"
+            print(f"seed {outcome.seed}: {outcome.violation}\n    python -m tests.simulation {again}")
+    judged = len(seeds) >= ENOUGH and not colocated  # which see no staged release, and nobody holds a candidate
     wanting = missing(hits) if judged else []
     idle = judged and ended["committed"] <= len(seeds)
     seconds = time.monotonic() - began
@@ -74,10 +77,10 @@ def _many(seeds: range, as_json: bool) -> int:
     return 1 if failed or wanting or idle else 0
 
 
-def _run(seeds: range) -> Iterable[Outcome]:
+def _run(seeds: range, colocated: bool) -> Iterable[Outcome]:
     """In order of the seeds: the same output on every run."""
     with multiprocessing.get_context("fork").Pool(WORKERS, _quietly, maxtasksperchild=LIVES) as pool:
-        yield from pool.imap(_one, seeds, chunksize=8)
+        yield from pool.imap(partial(_one, colocated=colocated), seeds, chunksize=8)
 
 
 def _quietly() -> None:
@@ -86,8 +89,8 @@ def _quietly() -> None:
     gc.disable()
 
 
-def _one(seed: int) -> Outcome:
-    return simulate(seed).without_story()
+def _one(seed: int, colocated: bool) -> Outcome:
+    return simulate(seed, colocated=colocated).without_story()
 
 
 def _report(

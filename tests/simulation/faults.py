@@ -23,6 +23,8 @@ TRANSFERS = ("slow", "stuck", "corrupt", "skip", "swap", "late_bytes")
 HANDS = ("reject", "drop", "no_room", "no_artifact", "no_swap", "repeat")
 """Fall upon what a role does: a decision against, a batch that cannot be trained, memory, an artifact that is away, a
 second copy that cannot be swapped in; a harness that says everything twice."""
+LENDING = ("no_memory",)
+"""Falls upon engines that give memory away or take it back; never drawn with the others."""
 KINDS = (*STRIKES, *APPENDS, *TRANSFERS, *HANDS)
 
 COLOCATED = ("EngineMemoryReleased", "EngineMemoryRestored")
@@ -80,6 +82,7 @@ class Faults:
     no_artifact: float = 0.0
     no_swap: float = 0.0
     repeat: float = 0.0
+    no_memory: float = 0.0
     aims: tuple[tuple[str, str], ...] = ()
     ambushes: tuple[str, ...] = ()
 
@@ -112,7 +115,7 @@ class Nemesis:
         self.last = ""
         self.active = True
         self.strike: Callable[[str, str], str] = lambda kind, whom: ""
-        self._rates = {kind: rate for kind in KINDS if (rate := getattr(faults, kind))}
+        self._rates = {kind: rate for kind in (*KINDS, *LENDING) if (rate := getattr(faults, kind))}
         self._weights = {kind: rate for kind, rate in self._rates.items() if kind in STRIKES}
         self._total = sum(self._weights.values()) / 1000
         self._aims = list(faults.aims)

@@ -6,12 +6,12 @@ Knows: the configuration and its choices, names of requests. Must not know: faul
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from reef_bus.config import Config, Inference, Publication, Training
 from reef_bus.core.effects import Deadlines, Restarts
-from reef_bus.core.publication import PAUSES
+from reef_bus.core.publication import IN_PLACE, PAUSES
 from tests.simulation.faults import EVENTS, RARE, REQUESTS
 
 DEADLINES = Deadlines(fence_s=2.0, sender_s=2.0, stall_s=1.0, verify_s=2.0, heartbeat_s=2.5)
@@ -22,7 +22,7 @@ class Shape:
     """`noisy`: no two trainings of a batch give the same weights; `eager`: there are records for more than one job, so
     that training overlaps publication; `single_copy`: so many engines have no room for a second copy; `asks`: requests
     (kind, event) that somebody makes as soon as such an event is stored; `shuffle` and `thread_s` are the loop's;
-    `generate_s`: how much longer than other blocking calls an answer takes."""
+    `generate_s`: how much longer than other blocking calls an answer takes. `colocate` is never drawn."""
 
     engines: int = 2
     jobs: int = 3
@@ -42,6 +42,12 @@ class Shape:
     shuffle: bool = False
     thread_s: float = 0.01
     generate_s: float = 0.0
+    colocate: bool = False
+
+    def colocated(self) -> Shape:
+        """The same deployment, as far as it can train where its engines are."""
+        pause = "drain" if self.pause == IN_PLACE else self.pause
+        return replace(self, colocate=True, mode="fenced", single_copy=0, pause=pause, hold=False)
 
     @classmethod
     def drawn(cls, chance: random.Random) -> Shape:
@@ -75,7 +81,14 @@ class Shape:
             inference=Inference(
                 engines=tuple(f"engine-{n}" for n in range(self.engines)), max_batch=2, lease_s=self.lease_s
             ),
-            training=Training(groups=2, group_size=2, max_staleness=1, max_jobs=self.jobs, hold=self.hold),
+            training=Training(
+                groups=2,
+                group_size=2,
+                max_staleness=1,
+                max_jobs=self.jobs,
+                hold=self.hold,
+                colocate=self.colocate,
+            ),
             publication=Publication(
                 transport=self.transport,
                 mode=self.mode,

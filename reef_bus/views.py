@@ -133,7 +133,7 @@ def _moved(world: World, family: str) -> int:
 
 def _waiting_for_training(world: World, job: Job, now: int, policy: Policy) -> dict[str, Any]:
     since, scenario = _moved(world, "train"), world.training.scenario
-    if held := not job.attempt and holders(world):
+    if job.boot != world.training.boot and (held := holders(world)):
         return _waiting_for_memory(world, job, held, now, policy)
     if job.ambiguous:
         then = (

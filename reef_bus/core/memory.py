@@ -77,8 +77,9 @@ ENDING = (
 
 
 def again(handover: Handover | None, recorded: Recorded, job: str) -> Handover | None:
-    """A person has an ambiguous job trained once more, and it needs the memory once more."""
-    if handover is None or handover.job != job:
+    """A person has an ambiguous job trained once more, and it needs the memory once more; whoever asks after that asks
+    for nothing new."""
+    if handover is None or handover.job != job or not handover.ended:
         return handover
     return Handover(job=job, seq=recorded.seq, time=recorded.time)
 

@@ -132,6 +132,9 @@ class Deployment(Machines):
     def took(self, boot: Boot) -> None:
         try:
             self.truth.check_taken(boot)
+            trainer = self.boots.get(self.truth.world.training.boot)
+            if trainer is not None and trainer.exit is None and trainer.optimizer and trainer.optimizer.busy:
+                raise Violation(f"{boot.name} takes memory back that a step of {trainer.name} has")
         except Violation as violation:
             self._violate(str(violation))
 

@@ -14,7 +14,7 @@ from reef_bus.backends import Generated
 from reef_bus.core.invariants import check
 from reef_bus.core.memory import lending
 from reef_bus.core.publication import IN_PLACE
-from reef_bus.core.serving import live, may_generate
+from reef_bus.core.serving import may_generate, present
 from reef_bus.core.world import World, fold
 from reef_bus.errors import ContractError
 from reef_bus.events import (
@@ -123,13 +123,14 @@ class Truth:
     # -- memory that is lent
 
     def check_given(self, boots: Mapping[str, Boot]) -> None:
-        """A colocated job begins: every engine that was there before has given all of its memory away."""
+        """A colocated job begins: every engine that was there before, and whose process is not said to have ended, has
+        given all of its memory away."""
         handover = self.world.handover
         if handover is None or handover.ended:
             return
         for engine in self.world.membership.engines.values():
             memory = boots[engine.boot].memory
-            there = engine.joined < handover.seq and live(self.world, engine) and boots[engine.boot].exit is None
+            there = engine.joined < handover.seq and present(self.world, engine) and boots[engine.boot].exit is None
             if there and memory is not None and memory.out != set(memory.releases):
                 raise Violation(f"{handover.job} starts, and {engine.boot} has given away {memory.out} only")
 

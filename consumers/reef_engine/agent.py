@@ -155,10 +155,9 @@ class Agent(Role):
     # -- effects
 
     def react(self, world: World, now: int) -> Sequence[Debt]:
-        head = world.publications.head
+        head, deadlines = world.publications.head, self.config.publication.deadlines
         written = head is not None and self.proven != head.manifest
-        deadlines, out = self.config.publication.deadlines, self.held.away()
-        return reactions.engine(world, self.me, deadlines, written=written, out=out)
+        return reactions.engine(world, self.me, deadlines, written=written, out=self.held.away())
 
     async def perform(self, debt: Debt, scope: contextlib.AsyncExitStack) -> Event | None:
         try:
@@ -396,7 +395,8 @@ class Agent(Role):
 
     async def _hash(self, manifest: str, load_id: str) -> Found:
         """What the forward pass reads, as it is now; of one that is apart, whether it is that."""
-        await blocking(self.held.resume_all)  # what the forward pass needs beside the weights, before they are proven
+        if not self.held.whole():  # what the forward pass needs beside the weights comes before the proof
+            await blocking(self.held.resume_all)
         found = await blocking(held, self.backend, manifest, load_id)
         self.proven = found.digest
         self.gate()

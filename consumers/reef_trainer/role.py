@@ -117,13 +117,6 @@ class Trainer(Authority):
         )
 
     def train(self, effect: Train, batch: Batch) -> Event:
-        """What comes of it says, where engines wait for their memory, that the step's is free."""
-        made = self._job(effect, batch)
-        if self.config.training.colocate:
-            self.backend.release()
-        return made
-
-    def _job(self, effect: Train, batch: Batch) -> Event:
         """A store that does not take what was trained is asked again, and nothing is trained again for it."""
         job = effect.job
         if self._trained is None or self._trained.job != (job.id, job.attempt):
@@ -137,6 +130,16 @@ class Trainer(Authority):
         made = self.ready(job, saved, self._optimizer(trained.state), trained.metrics)
         self._trained = None
         return made
+
+    def _train(self, effect: Train) -> Event:
+        """What comes of it says, where engines wait for their memory, that the step's is free."""
+        made = super()._train(effect)
+        self._give_back()
+        return made
+
+    def _give_back(self) -> None:
+        if self.config.training.colocate:
+            self.backend.release()
 
     def _step(self, job: Job, base: Any, batch: Batch) -> Trained:
         if self.backend.mutates_in_place:

@@ -27,9 +27,12 @@ LENDING = ("no_memory",)
 """Falls upon engines that give memory away or take it back; never drawn with the others."""
 KINDS = (*STRIKES, *APPENDS, *TRANSFERS, *HANDS)
 
+ADAPTERS = ("AdapterRegistered", "AdapterUnloaded", "AdapterLeaked")
 COLOCATED = ("EngineMemoryReleased", "EngineMemoryRestored")
-"""Events of colocated deployments, which have a switch of their own: other seeds' histories stay as they are."""
-EVENTS = tuple(name for name, event in CATALOGUE.items() if event.family != "record" and name not in COLOCATED)
+"""Events of deployments that have a switch of their own: other seeds' histories stay as they are."""
+EVENTS = tuple(
+    name for name, event in CATALOGUE.items() if event.family != "record" and name not in (*ADAPTERS, *COLOCATED)
+)
 REQUESTS = tuple(name for name, event in CATALOGUE.items() if event.family == "operator")
 
 RARE = (

@@ -67,7 +67,7 @@ LENDING = (
     Breakage(
         "step-keeps-its-memory",
         "a trainer says that its candidate is ready with the memory that its step took",
-        (Edit("consumers.reef_trainer.role:Trainer.train", "self.backend.release()", "pass"),),
+        (Edit("consumers.reef_trainer.role:Trainer._give_back", "self.backend.release()", "pass"),),
         lending,
     ),
     Breakage(

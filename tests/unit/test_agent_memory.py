@@ -42,7 +42,7 @@ from reef_bus.events import (
 from reef_bus.journal import MemoryJournal, MemoryStreams
 from reef_bus.manifest import describe
 from reef_bus.policy import PolicyConfig, new_policy, pieces
-from reef_bus.samples import Batch
+from reef_bus.samples import Batch, encode_batch
 from tests.facts import SERVING, colocated, dropped, lent
 from tests.unit.test_agent import Floats, memory, say, see
 
@@ -280,8 +280,9 @@ async def test_a_trainer_keeps_nothing_of_a_colocated_step(tmp_path: Path) -> No
     )
     batch = Batch(job="j1", step=1, base="base", seed=1, samples=(), records=(), floor=0, taken=())
     backend.train = lambda state, samples, seed: (backend.initial(), {"loss": 0.5})  # type: ignore[method-assign]
-    job = Job(id="j1", step=1, base="base", batch=event.weights, seq=2, attempt=1, boot="t1", started=3)
-    said = trainer.train(Train(job, base), batch)
+    kept = store.put(encode_batch(batch))
+    job = Job(id="j1", step=1, base="base", batch=kept, seq=2, attempt=1, boot="t1", started=3)
+    said = trainer._train(Train(job, base))
     assert said.__class__.__name__ == "CandidateReady" and told == [before] and trainer._states == {}
 
 

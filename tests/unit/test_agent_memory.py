@@ -249,6 +249,7 @@ def test_a_torch_engine_that_has_its_memory_again_is_loaded_and_answers_as_befor
     with pytest.raises(ContractError, match="resume"):
         engine.generate([prompt])
     engine.resume(("weights",))
+    assert describe(engine.live()) != before, "nothing of it was kept"
     for name, piece in engine.live().items():
         piece.data[:] = held[name]
     assert describe(engine.live()) == before and engine.generate([prompt]) == answer

@@ -284,6 +284,7 @@ def _check_colocate(config: Config) -> None:
             "a loop of your own keeps its memory",
         ),
         ("training.hold", config.training.hold, "no engine would serve while a candidate waits for a person"),
+        ("adapters.scenarios", bool(config.adapters.scenarios), "adapters would be lost with the engines' memory"),
         ("publication.mode staged", config.publication.mode == "staged", "there is no room for a second copy"),
         ("publication.pause in_place", config.publication.pause == IN_PLACE, "what requests in hand need is released"),
         ("inference.urls", bool(config.inference.urls), "a borrowed server's memory is not ours to give"),

@@ -101,7 +101,8 @@ class Authority(Role):
         return False
 
     def react(self, world: World, now: int) -> Sequence[Debt]:
-        return reactions.trainer(world, self.me, self.config.adapters.scenarios)
+        scenarios, colocate = self.config.adapters.scenarios, self.config.training.colocate
+        return reactions.trainer(world, self.me, scenarios, colocate=colocate)
 
     async def perform(self, debt: Debt, scope: contextlib.AsyncExitStack) -> Event | None:
         match debt.effect:

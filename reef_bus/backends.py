@@ -131,6 +131,9 @@ class InferenceBackend(ABC):
     The forward pass of an engine that is `apart` reads memory of another process, in a layout of its own. It receives
     into a `room`, is then told to `expect` what lies there, to `take` it, and to give `proof` that it did.
 
+    An engine that `releases` regions of its memory (`weights`, `kv_cache`, `cuda_graph`) can give them to a job that
+    trains where it runs, and take them back.
+
     It holds so many LoRA `adapters` at most (None: nothing bounds it), each beside the base model and under a name, by
     which prompts ask for it. They come and go while others are being sampled.
     """
@@ -139,6 +142,7 @@ class InferenceBackend(ABC):
     pauses: tuple[str, ...] = ("drain",)
     apart: bool = False
     adapters: int | None = 0
+    releases: tuple[str, ...] = ()
 
     @abstractmethod
     def start(self) -> None:
@@ -218,6 +222,20 @@ class InferenceBackend(ABC):
     def _no_adapters(self) -> ContractError:
         return ContractError(f"{type(self).__name__} takes no adapters: its engine should have joined without any")
 
+    def release(self, regions: Sequence[str]) -> None:
+        """Give back the memory of these regions, none of which is out: when this returns, another process may have it.
+        Nothing is generated or received meanwhile, nor until it is back. What was in it is lost; views of it are not
+        to be used any more, `live` and `stage` included. When this raises, whatever it is, nobody knows what is out."""
+        raise self._keeps_its_memory()
+
+    def resume(self, regions: Sequence[str]) -> None:
+        """Take the memory of these regions, all of which are out, once more. Their contents are as worthless as after
+        `start`. When this raises, whatever it is, nobody knows what is out."""
+        raise self._keeps_its_memory()
+
+    def _keeps_its_memory(self) -> ContractError:
+        return ContractError(f"{type(self).__name__} keeps its memory: its engine should have joined as one that does")
+
     @abstractmethod
     def close(self) -> None:
         """Free what `start` took; safe to repeat."""
@@ -283,3 +301,8 @@ class TrainingBackend(ABC):
     @abstractmethod
     def optimizer(self, state: Any) -> bytes:
         """What `load` needs beside the weights to go on as if nothing had happened."""
+
+    def release(self) -> None:
+        """Give back what steps took of the memory that engines need, beside the states that were returned, which nobody
+        holds any more: their memory is free when the last of them is. Who trains where engines run is told so after
+        each job, before any engine takes its own back."""

@@ -34,7 +34,7 @@ TAIL = 20
 GREEN, YELLOW, RED = 32, 33, 31
 COLOURS = {
     **dict.fromkeys(("ok", "serving", "running"), GREEN),
-    **dict.fromkeys(("absent", "warning", "unchecked", "fenced", "catching-up"), YELLOW),
+    **dict.fromkeys(("absent", "warning", "unchecked", "fenced", "released", "catching-up"), YELLOW),
     **dict.fromkeys(("failed", "violation", "contradiction", "void", "excluded", "left"), RED),
     **dict.fromkeys(("halted", "unconfirmed", "down"), RED),
 }

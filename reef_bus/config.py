@@ -18,7 +18,7 @@ import msgspec
 
 from reef_bus.core.effects import Policy, Restarts
 from reef_bus.core.ids import adapter_name
-from reef_bus.core.publication import PAUSES
+from reef_bus.core.publication import IN_PLACE, PAUSES
 from reef_bus.errors import Rejected
 from reef_bus.sections import Adapters, Artifacts, Gateway, Inference, Metrics, Nats, Part, Publication, Training
 from reef_bus.topology import DUPLICATE_WINDOW_S, check_name
@@ -249,6 +249,7 @@ def check(config: Config) -> Config:
         raise Rejected(f"publication.pause is {config.publication.pause!r}; expected one of {', '.join(PAUSES)}")
     _check_engines(config.inference)
     _check_adapters(config)
+    _check_colocate(config)
     if config.training.backend not in ("torch", ATTACHED):
         raise Rejected(f"training.backend is {config.training.backend!r}; this version has: torch, {ATTACHED}")
     return config
@@ -274,6 +275,26 @@ def _check_adapters(config: Config) -> None:
             f"adapters.capacity is {adapters.capacity}: {len(names)} scenarios need room for {len(names) + 1}, their "
             "adapters and the next one; 0 sees to it"
         )
+
+
+def _check_colocate(config: Config) -> None:
+    """What training where the engines run cannot be combined with, and why."""
+    if not config.training.colocate:
+        return
+    for key, found, why in (
+        (
+            "training.backend attached",
+            config.training.backend == ATTACHED,
+            "a loop of your own keeps its memory",
+        ),
+        ("training.hold", config.training.hold, "no engine would serve while a candidate waits for a person"),
+        ("adapters.scenarios", bool(config.adapters.scenarios), "adapters would be lost with the engines' memory"),
+        ("publication.mode staged", config.publication.mode == "staged", "there is no room for a second copy"),
+        ("publication.pause in_place", config.publication.pause == IN_PLACE, "what requests in hand need is released"),
+        ("inference.urls", bool(config.inference.urls), "a borrowed server's memory is not ours to give"),
+    ):
+        if found:
+            raise Rejected(f"training.colocate cannot be combined with {key}: {why}")
 
 
 def _check_engines(inference: Inference) -> None:

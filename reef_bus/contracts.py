@@ -54,6 +54,7 @@ _VALUES: Mapping[str, Any] = {
     **{"members": _MEMBERS, "excluded": _MEMBERS[1:], "url": "http://10.0.0.8:8000"},
     **{"evidence": [{**_MEMBERS[0], "seq": 118, "manifest": "e1b2" * 16}], "next_attempt": 2},
     **{"resumed_at": 1_767_225_000_000_000_000, "served": 1834, "stopped_ms": 41.5, "bytes": 988_065_792, "ms": 812.5},
+    **{"regions": ["weights", "kv_cache"], "fence": 116, "colocated": False},
     **{"cause": "stalled", "reason": "receiver_failed", "detail": "no byte for 10 s", "why": "reward 0.75 against 0.5"},
     **{"as_of": 120, "done_as_of": 120, "prompt": "12+30=", "answer": "42", "prompt_tokens": 6, "answer_tokens": 2},
     **{"tags": {"split": "train"}, "temperature": 1.0, "report": "rep-000a7c", "references": ["rec-000f31"]},

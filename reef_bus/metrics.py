@@ -16,7 +16,8 @@ from prometheus_client.registry import Collector
 
 from reef_bus.config import Config
 from reef_bus.core.ids import parse_load_id
-from reef_bus.core.serving import serving
+from reef_bus.core.memory import up
+from reef_bus.core.serving import live, serving
 from reef_bus.core.world import World
 from reef_bus.errors import ContractError, Unavailable
 from reef_bus.http import listen
@@ -34,7 +35,9 @@ class Figures(Collector):
 
     def collect(self) -> Iterator[Metric]:
         world, release, open_ = self.world, self.world.publications.head, self.world.publications.open
-        fence = open_.time if open_ and open_.mode == "fenced" else self.now
+        lent = world.handover.time if world.handover and up(world.handover) else self.now
+        fence = min(lent, open_.time if open_ and open_.mode == "fenced" else self.now)
+        released = sum(live(world, engine) and bool(engine.released) for engine in world.membership.engines.values())
         yield GaugeMetricFamily("reef_up", "1 while the log's leader answers", float(self.head is not None))
         yield GaugeMetricFamily("reef_halted", "1 after a contradiction: a person is needed", float(self.halted))
         yield GaugeMetricFamily("reef_log_sequence", "last event of LOG that this role has folded", world.seq)
@@ -48,6 +51,7 @@ class Figures(Collector):
         yield self._adapters()
         yield GaugeMetricFamily("reef_fence_seconds", "how long the present fence has been up", self._since(fence))
         yield GaugeMetricFamily("reef_engines_serving", "engines that may generate", len(serving(world)))
+        yield GaugeMetricFamily("reef_engines_released", "engines whose memory a colocated job has", released)
         yield self._restarts()
 
     def _adapters(self) -> Metric:

@@ -64,8 +64,10 @@ class Inference(Part, frozen=True, kw_only=True):
 class Training(Part, frozen=True, kw_only=True):
     """`offers`: transports, best first. A job takes `groups` × `group_size` samples, none staler than `max_staleness`
     links of the base chain. With `hold`, each candidate waits for a person: `reef-bus promote` or `discard`. With
-    `backend: attached` the trainer is a loop of your own, which publishes by `reef_bus.attach`: none is started, and of
-    the rest of this section only `offers`, `host` and `hold` matter."""
+    `colocate` each job has the memory of the engines: they stop, release it, and are back when its candidate was
+    published or rejected; jobs and publications take turns. With `backend: attached` the trainer is a loop of your own,
+    which publishes by `reef_bus.attach`: none is started, and of the rest of this section only `offers`, `host` and
+    `hold` matter."""
 
     backend: str = "torch"
     offers: tuple[str, ...] = ("tcp", "files")
@@ -75,6 +77,7 @@ class Training(Part, frozen=True, kw_only=True):
     max_staleness: int = 1
     max_jobs: int = 0
     hold: bool = False
+    colocate: bool = False
     seed: int = 0
     lr: float = 3e-3
     minibatches: int = 2

@@ -9,10 +9,11 @@ from typing import Any
 
 from reef_bus.config import ATTACHED
 from reef_bus.core.effects import Policy
+from reef_bus.core.membership import Engine
 from reef_bus.core.publication import FENCED, Publication
 from reef_bus.core.reactions.common import word
 from reef_bus.core.residency import Residency
-from reef_bus.core.serving import fenced, live, may_generate, present, serving, version
+from reef_bus.core.serving import fenced, holders, live, may_generate, present, serving, version
 from reef_bus.core.supervision import Component
 from reef_bus.core.training import Job
 from reef_bus.core.world import World
@@ -74,6 +75,7 @@ def _engine(world: World, name: str) -> dict[str, Any]:
         "url": engine.url,
         "state": engine_state(world, name),
         "holds": engine.verified.load_id if engine.verified else None,
+        "released": list(engine.released),
     }
     return {**shown, "adapters": _residency(engine.residency)} if engine.residency else shown
 
@@ -90,7 +92,7 @@ def _residency(held: Residency) -> dict[str, Any]:
 
 
 def engine_state(world: World, name: str) -> str:
-    """One word: serving, fenced, catching-up, down, excluded or left."""
+    """One word: serving, fenced, released (its memory is a job's), catching-up, down, excluded or left."""
     engine = world.membership.engines[name]
     if engine.left:
         return "left"
@@ -99,7 +101,7 @@ def engine_state(world: World, name: str) -> str:
     if not present(world, engine):
         return "down"
     if fenced(world, name, engine.boot):
-        return "fenced"
+        return "released" if engine.released else "fenced"
     return "serving" if may_generate(world, name, engine.boot) else "catching-up"
 
 
@@ -142,7 +144,7 @@ def waiting(world: World, now: int, policy: Policy) -> dict[str, Any]:
         since = max(_moved(world, "release"), _moved(world, f"engine.{engine}"))
         return _wait(engine, since, now, f"it loads and proves the adapter of {scenario}")
     if world.training.job:
-        return _waiting_for_training(world, world.training.job, now)
+        return _waiting_for_training(world, world.training.job, now, policy)
     if world.training.backend == ATTACHED:
         return _wait("the training loop", _moved(world, "train"), now, "it publishes its next step")
     then = "enough fresh, reported answers make the next batch"
@@ -160,8 +162,10 @@ def _moved(world: World, family: str) -> int:
     return world.tails[family].time if family in world.tails else 0
 
 
-def _waiting_for_training(world: World, job: Job, now: int) -> dict[str, Any]:
+def _waiting_for_training(world: World, job: Job, now: int, policy: Policy) -> dict[str, Any]:
     since, scenario = _moved(world, "train"), job.scenario
+    if job.boot != world.training.boot and (held := holders(world)):
+        return _waiting_for_memory(world, job, held, now, policy)
     if job.ambiguous:
         then = (
             f"nothing by itself: boot {job.boot} died inside attempt {job.attempt} of {job.id} and trains in place. "
@@ -175,6 +179,16 @@ def _waiting_for_training(world: World, job: Job, now: int) -> dict[str, Any]:
         then = f"it decides on {job.candidate}; where candidates are held for review, a person does"
         return _wait("the trainer", since, now, then, f"reef-bus promote {scenario} {job.candidate} --why …")
     return _wait("the trainer", since, now, f"it finishes {job.id}")
+
+
+def _waiting_for_memory(world: World, job: Job, held: list[Engine], now: int, policy: Policy) -> dict[str, Any]:
+    handover, deadline = world.handover, policy.deadlines.fence_s
+    since = handover.time if handover else 0
+    if alive := [engine.id for engine in held if live(world, engine)]:
+        then = f"it stops and releases its memory, and {job.id} starts; after {deadline:g} s it is excluded"
+        return _wait(", ".join(alive), since, now, then)
+    names = ", ".join(engine.id for engine in held)
+    return _wait("the supervisor", since, now, f"it ends what is left of {names}, whose memory {job.id} needs")
 
 
 def _waiting_for_a_person(given_up: dict[str, Component], now: int) -> dict[str, Any]:

@@ -21,6 +21,8 @@ from reef_bus.events import (
     EngineFenced,
     EngineJoined,
     EngineLeft,
+    EngineMemoryReleased,
+    EngineMemoryRestored,
     EngineRetireRequested,
     EngineStaged,
     Evidence,
@@ -101,6 +103,11 @@ def joined(
 
 def dispatched(job: str, base: str = "base", step: int = 1) -> JobDispatched:
     return JobDispatched(scenario=S, job=job, step=step, base=base, batch=blob(f"batch-{job}"), records=8)
+
+
+def colocated(job: str, base: str = "base", step: int = 1) -> JobDispatched:
+    """A job that needs the memory of the engines."""
+    return replace(dispatched(job, base, step), colocated=True)
 
 
 def started(job: str, attempt: int = 1, request: int = 0) -> JobStarted:
@@ -321,6 +328,26 @@ def failed(engine: str, n: int, attempt: int = 1, observed: str = "") -> Receive
         cause="mismatch",
         detail="tensor head.weight",
         observed=observed,
+    )
+
+
+def lent(engine: str, job: str, fence: int, *regions: str) -> EngineMemoryReleased:
+    return EngineMemoryReleased(
+        engine=engine,
+        job=job,
+        fence=fence,
+        regions=regions or ("weights", "kv_cache", "cuda_graph"),
+        previous=L(0),
+        resumed_at=T0,
+        served=3,
+        stopped_ms=1.5,
+        ms=2.5,
+    )
+
+
+def back(engine: str, job: str, *regions: str) -> EngineMemoryRestored:
+    return EngineMemoryRestored(
+        engine=engine, job=job, regions=regions or ("weights", "kv_cache", "cuda_graph"), ms=1.0
     )
 
 

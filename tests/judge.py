@@ -11,11 +11,18 @@ import re
 from reef_bus.events import (
     AdapterRegistered,
     CandidateReady,
+    CandidateRejected,
     CandidateSelected,
     Event,
+    JobAmbiguous,
+    JobDiscarded,
+    JobDispatched,
+    JobDropped,
+    JobRestoreRequested,
     JobStarted,
     LogOpened,
     Member,
+    PublicationHalted,
     PublicationRefused,
     Recorded,
     ReleaseCommitted,
@@ -78,6 +85,9 @@ class Audit:
         self.attempt = (0, frozenset[Member]())
         self.words: dict[tuple[str, str, int], Event] = {}
         self.fences: list[tuple[int, frozenset[Member]]] = [(0, frozenset())]
+        self.colocated = self.lent = False
+        self.chosen = ""
+        self.closings: list[tuple[int, bool]] = [(0, False)]
 
     @property
     def head(self) -> str:
@@ -87,7 +97,29 @@ class Audit:
         """Whom a fence covered after the event at `seq`."""
         return next(members for since, members in reversed(self.fences) if since <= seq)
 
+    def closed(self, seq: int) -> bool:
+        """Whether a colocated job's fence was up after the event at `seq`."""
+        return next(lent for since, lent in reversed(self.closings) if since <= seq)
+
+    def _lend(self, event: Event) -> None:
+        """From a job's dispatch to the end of what came of it; again, where a person has it trained again."""
+        if isinstance(event, JobDispatched):
+            self.colocated, self.lent, self.chosen = event.colocated, self.lent or event.colocated, ""
+        elif isinstance(event, CandidateSelected):
+            self.chosen = event.candidate
+        elif isinstance(event, JobRestoreRequested):
+            self.lent = self.lent or (self.colocated and self.ambiguous and event.job == self.job)
+        elif isinstance(event, ReleaseCommitted | PublicationHalted):
+            self.lent = self.lent and not self.chosen
+        elif isinstance(event, PublicationRefused):
+            self.lent = self.lent and (bool(event.request) or event.candidate != self.chosen)
+        elif isinstance(event, CandidateRejected | JobDropped | JobDiscarded | JobAmbiguous):
+            self.lent = False
+
     def saw(self, recorded: Recorded) -> None:
+        self._lend(recorded.event)
+        if self.lent != self.closings[-1][1]:
+            self.closings.append((recorded.seq, self.lent))
         self._saw(recorded)
         covered = self.attempt[1] if self.publication and self.mode == "fenced" else frozenset()
         if covered != self.fences[-1][1]:

@@ -191,12 +191,14 @@ def head(load_id: str) -> Expectation:
 # -- who owes what
 
 
-def trainer_debts(world: World, boot: str = "t1") -> list[Debt]:
-    return reactions.trainer(world, Me("trainer", boot))
+def trainer_debts(world: World, boot: str = "t1", *, colocate: bool = False) -> list[Debt]:
+    return reactions.trainer(world, Me("trainer", boot), colocate=colocate)
 
 
-def engine_debts(world: World, engine: str, boot: str = "", *, written: bool = False) -> list[Debt]:
-    return reactions.engine(world, Me(engine, boot or f"{engine}.1"), Policy().deadlines, written=written)
+def engine_debts(
+    world: World, engine: str, boot: str = "", *, written: bool = False, out: tuple[str, ...] = ()
+) -> list[Debt]:
+    return reactions.engine(world, Me(engine, boot or f"{engine}.1"), Policy().deadlines, written=written, out=out)
 
 
 def publisher_debts(

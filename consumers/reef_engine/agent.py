@@ -14,11 +14,13 @@ import logging
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any
 
 from consumers.reef_engine.adapters import Adapters
+from consumers.reef_engine.beside import Beside
 from consumers.reef_engine.fault import Fault
 from consumers.reef_engine.held import Found, Staging, arrived, held
-from consumers.reef_engine.rebase import Live, Rebased, rebase
+from consumers.reef_engine.memory import Memory, Uncertain
 from consumers.reef_engine.reports import cause, failed, verified
 from reef_bus.artifacts import ArtifactStore
 from reef_bus.backends import InferenceBackend, Pieces, places
@@ -32,11 +34,13 @@ from reef_bus.core.effects import (
     LoadAdapter,
     Me,
     Receive,
+    ReleaseMemory,
+    RestoreMemory,
     Stage,
     UnloadAdapter,
     VerifyHead,
 )
-from reef_bus.core.publication import DRAIN, FENCED, STAGED
+from reef_bus.core.publication import DRAIN, FENCED, STAGED, Release
 from reef_bus.core.serving import Version, may_generate, version
 from reef_bus.core.world import World
 from reef_bus.errors import ContractError, TransferError, Unavailable
@@ -44,6 +48,8 @@ from reef_bus.events import (
     EngineFenced,
     EngineJoined,
     EngineLeft,
+    EngineMemoryReleased,
+    EngineMemoryRestored,
     EngineStaged,
     Event,
     Recorded,
@@ -80,11 +86,13 @@ class Agent(Role):
         self.config = config
         self.url = url
         self.backend = backend
+        self.held = Memory(backend)
         self.store = store
         self.fault = fault
         self.transports: dict[str, Transport] = transports(
             store, use=config.inference.accepts, torch_device=config.publication.torch_device
         )
+        self.beside = Beside(backend, store, fault, delta=config.publication.delta)
         self.ingress = asyncio.Lock()
         self.memory = asyncio.Lock()
         self.adapters = Adapters(me.id, backend, store, config.adapters.most(), fault.strike)
@@ -109,7 +117,8 @@ class Agent(Role):
         """The serving rule in whole: what the fold says, and that nothing was written to the weights since."""
         head = self.world.publications.head
         rule = may_generate(self.world, self.me.id, self.me.boot)
-        return rule and head is not None and self.proven == head.manifest and self._in_touch()
+        proven = rule and head is not None and self.proven == head.manifest and self._in_touch()
+        return proven and self.held.whole()
 
     def _in_touch(self) -> bool:
         """Without a lease, always: who is cut off goes on serving its committed version."""
@@ -158,9 +167,15 @@ class Agent(Role):
         head = world.publications.head
         written = head is not None and (self.proven != head.manifest or self.adapters.doubted)
         deadlines, lost = self.config.publication.deadlines, self.adapters.lost
-        return reactions.engine(world, self.me, deadlines, written=written, lost=lost)
+        return reactions.engine(world, self.me, deadlines, written=written, lost=lost, out=self.held.away())
 
     async def perform(self, debt: Debt, scope: contextlib.AsyncExitStack) -> Event | None:
+        try:
+            return await self._perform(debt)
+        except Uncertain as error:
+            return EngineLeft(engine=self.me.id, reason=f"its memory is uncertain: {error}")
+
+    async def _perform(self, debt: Debt) -> Event:
         match debt.effect:
             case Join():
                 return await self._join()
@@ -178,6 +193,10 @@ class Agent(Role):
             case UnloadAdapter() as effect:
                 async with self.ingress:
                     return await self.adapters.unload(effect)
+            case ReleaseMemory() as effect:
+                return await self._release(effect)
+            case RestoreMemory() as effect:
+                return await self._restore(effect)
         raise AssertionError(debt.effect)
 
     async def _join(self) -> Event:
@@ -188,6 +207,7 @@ class Agent(Role):
             accepts=self.config.inference.accepts,
             modes=(FENCED, STAGED) if self.backend.stages else (FENCED,),
             pauses=self.backend.pauses,
+            releases=self.backend.releases,
             adapters=self.adapters.most(),
             resident=await self.adapters.resident(),
         )
@@ -213,18 +233,48 @@ class Agent(Role):
     async def _fence(self, effect: Fence) -> Event:
         began, head = _now(), self.world.publications.head
         async with self.ingress, self._stopped(effect.pause):
-            self.staged = None
-            await blocking(self.backend.unstage)
-            resumed_at, self.resumed_at = self.resumed_at, 0
+            await self._drop_copy()
             return EngineFenced(
                 engine=self.me.id,
                 publication=effect.publication,
                 attempt=effect.attempt,
-                previous=head.load_id if head and resumed_at else "",
-                resumed_at=resumed_at,
-                served=self.served if resumed_at else 0,
+                **self._until_now(head),
                 stopped_ms=_ms(began),
             )
+
+    def _until_now(self, head: Release | None) -> dict[str, Any]:
+        """What was served until generation stopped."""
+        resumed_at, self.resumed_at = self.resumed_at, 0
+        served = self.served if resumed_at else 0
+        return {"previous": head.load_id if head and resumed_at else "", "resumed_at": resumed_at, "served": served}
+
+    async def _drop_copy(self) -> None:
+        self.staged = None
+        await blocking(self.backend.unstage)
+
+    async def _release(self, effect: ReleaseMemory) -> Event:
+        """Drained: what is in hand has its answer, for nothing of it would be left to go on from."""
+        began, head = _now(), self.world.publications.head
+        async with self.ingress, self._stopped(DRAIN):
+            await self._drop_copy()
+            stopped_ms = _ms(began)
+            self._writing()
+            await blocking(self.held.release, effect.regions)
+            return EngineMemoryReleased(
+                engine=self.me.id,
+                job=effect.job,
+                fence=effect.fence,
+                regions=effect.regions,
+                **self._until_now(head),
+                stopped_ms=stopped_ms,
+                ms=_ms(began),
+            )
+
+    async def _restore(self, effect: RestoreMemory) -> Event:
+        began = _now()
+        async with self.ingress, self.memory:
+            await blocking(self.held.resume, effect.regions)
+        return EngineMemoryRestored(engine=self.me.id, job=effect.job, regions=effect.regions, ms=_ms(began))
 
     async def _receive(self, effect: Receive) -> Event:
         began = _now()
@@ -265,8 +315,9 @@ class Agent(Role):
             self.staged = None
             try:
                 target = Manifest.decode(await blocking(self.store.get, effect.manifest))
-                beside = await blocking(self._beside, target)
-                found, moved, base = await self._fill(effect, target, beside)
+                beside = await blocking(self.beside.room, target)
+                transport, proven = self.transports.get(effect.transport), self.proven
+                found, moved, base = await self.beside.fill(effect, target, beside, proven, transport, self._move)
             except (TransferError, ContractError) as error:
                 return failed(self.me.id, effect, cause(error), str(error))
             if found.digest != effect.manifest:
@@ -283,42 +334,6 @@ class Agent(Role):
             ms=_ms(began),
             base_manifest=base,
         )
-
-    async def _fill(self, effect: Stage, target: Manifest, beside: Pieces) -> tuple[Found, int, str]:
-        """By a delta on what is served, if there is one and the result is the target; else in full. Returns what was
-        found, the bytes that moved for it, and the delta's base (an empty string: in full)."""
-        told = await self._rebase(effect, target, beside)
-        if told.base:
-            self.fault.strike(beside, effect.load_id)
-            found = await blocking(arrived, self.backend, beside, target)
-            if found.digest == effect.manifest:
-                log.info("staged %s by a delta: %d bytes moved of %d", effect.load_id, told.moved, target.total)
-                return found, told.moved, told.base
-            log.warning("%s comes in full: by the delta, %s", effect.load_id, found.differs(target))
-        moved = await self._move(effect, target, beside)
-        self.fault.strike(beside, effect.load_id)
-        return await blocking(arrived, self.backend, beside, target), told.moved + moved, ""
-
-    async def _rebase(self, effect: Stage, target: Manifest, beside: Pieces) -> Rebased:
-        """Only of what was proven, and only in the first attempt: those after a failure are in full."""
-        transport = self.transports.get(effect.transport)
-        delta = self.config.publication.delta and not self.backend.apart
-        if not (delta and effect.attempt == 1 and self.proven and transport):
-            return Rebased()
-        try:
-            proven = Manifest.decode(await blocking(self.store.get, self.proven))
-        except (ContractError, Unavailable):  # what this memory holds is no release that the store can show
-            return Rebased()
-        return await rebase(transport, effect, target, Live(self.backend.live(), proven), beside)
-
-    def _beside(self, target: Manifest) -> Pieces:
-        """The second copy, once it is certain that to write it is not to write what is served."""
-        beside = self.backend.room(target.layouts()) if self.backend.apart else self.backend.stage()
-        if shared := set(places(beside).values()) & set(places(self.backend.live()).values()):
-            raise ContractError(
-                f"the second copy is no copy: {len(shared)} of its tensors lie where the served ones do"
-            )
-        return beside
 
     async def _move(self, effect: Ingress, target: Manifest, into: Pieces) -> int:
         if effect.transport not in self.transports:
@@ -377,20 +392,13 @@ class Agent(Role):
             return None
         self._writing()
         try:
-            found = await (self._swap_apart(effect) if self.backend.apart else self._swap_here(staged))
+            found = await (self._swap_apart(effect) if self.backend.apart else blocking(self.beside.swap, staged))
         except (TransferError, ContractError) as error:
             log.warning("cannot swap %s in: %s", effect.load_id, error)
             return None
         self.proven = found.digest
         self.gate()
         return found
-
-    async def _swap_here(self, staged: Staging) -> Found:
-        """No byte moves: what is served lies where it was hashed, and nobody has touched it since."""
-        await blocking(self.backend.swap)
-        if places(self.backend.live()) != staged.places:
-            raise ContractError("what is served now does not lie where it was hashed")
-        return staged.found
 
     async def _swap_apart(self, effect: VerifyHead) -> Found:
         """Whatever the engine then holds; it may be another version, or none."""
@@ -411,6 +419,8 @@ class Agent(Role):
 
     async def _hash(self, manifest: str, load_id: str) -> Found:
         """What the forward pass reads, as it is now; of one that is apart, whether it is that."""
+        if not self.held.whole():  # what the forward pass needs beside the weights comes before the proof
+            await blocking(self.held.resume_all)
         found = await blocking(held, self.backend, manifest, load_id)
         self.proven = found.digest
         self.gate()

@@ -1,6 +1,6 @@
-"""A switch for demonstrations: an engine whose memory is not what it received.
+"""A fault on purpose, for demonstrations: one flipped bit of what was received.
 
-Knows: what was received. Must not know: who finds out.
+Knows: tensors, load ids. Must not know: the log, or that anybody hashes.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ log = logging.getLogger(__name__)
 
 
 class Fault:
-    """A switch for demonstrations: after the target with sequence `at` was received, flip one byte, once."""
+    """After the target with sequence `at` was received, flip one bit, once; 0: never."""
 
     def __init__(self, at: int = 0) -> None:
         self.at = at

@@ -24,6 +24,7 @@ from reef_bus.backends import ContinuousBackend, InferenceBackend
 from reef_bus.collector import without_collector
 from reef_bus.config import Config
 from reef_bus.core.effects import Me
+from reef_bus.errors import Rejected
 from reef_bus.http import listen
 from reef_bus.journal import Journal
 from reef_bus.runner import Role, blocking
@@ -34,6 +35,11 @@ log = logging.getLogger(__name__)
 async def _build(config: Config, journal: Journal, me: Me, stack: contextlib.AsyncExitStack) -> Role:
     backend = await _backend(config, me, stack)
     stack.callback(backend.close)
+    if config.training.colocate and not backend.releases:
+        raise Rejected(
+            f"training.colocate needs engines that give their memory back, and inference.backend "
+            f"{config.inference.backend} cannot on this machine; train elsewhere, or see docs/colocate.md"
+        )
     store = ArtifactStore(config.artifact_root())
     app = web.Application()
     agent = Agent(config, me, "", backend, store, _fault(me.id))

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from consumers.reef_engine.torch_adapters import Adapters
 from reef_bus.backends import Completion, Generation, InferenceBackend, Pieces, Prompt, Proof, Stop, never
+from reef_bus.core.memory import WEIGHTS
 from reef_bus.core.publication import PAUSES
 from reef_bus.errors import ContractError, Rejected, TransferError
 from reef_bus.events import Lora
@@ -35,8 +36,9 @@ class TorchEngine(InferenceBackend):
 
     The copies are two whole modules, and a batch's KV cache lives and dies with its batch: so a swap leaves nothing of
     the old weights behind, but in a batch that was stopped and is to go on. Nothing bounds how many adapters there are
-    but memory."""
+    but memory. Weights, theirs included, are all the memory that it keeps between two batches."""
 
+    releases = (WEIGHTS,)
     stages = True
     pauses = PAUSES
     adapters = None
@@ -54,6 +56,9 @@ class TorchEngine(InferenceBackend):
 
     def start(self) -> None:
         torch.set_num_threads(1)
+        self._allocate()
+
+    def _allocate(self) -> None:
         self._policy = Policy(self.config).requires_grad_(False)
         self._live = _views(self._policy)
 
@@ -117,13 +122,21 @@ class TorchEngine(InferenceBackend):
     def resident(self) -> frozenset[str]:
         return self._adapters.names()
 
+    def release(self, regions: Sequence[str]) -> None:
+        """Both copies: the parameters are freed with the last view of them."""
+        self._started()
+        self.close()
+
+    def resume(self, regions: Sequence[str]) -> None:
+        self._allocate()
+
     def close(self) -> None:
         self._policy, self._live, self._adapters = None, {}, Adapters()
         self.unstage()
 
     def _started(self) -> Policy:
         if self._policy is None:
-            raise ContractError("the engine has no memory; call start() first")
+            raise ContractError("the engine has no memory; call start() first, or resume() what was released")
         return self._policy
 
     def _policy_of(self, adapter: str) -> Policy:

@@ -12,6 +12,7 @@ from consumers.reef_supervisor.harness import Scored
 from reef_bus.events import (
     CandidateSelected,
     EngineFenced,
+    EngineMemoryReleased,
     EngineStaged,
     ReceiverVerified,
     Recorded,
@@ -69,7 +70,10 @@ class Tally:
                 if recorded.time >= self.since:
                     self.committed.append(load_id)
                     self.releases[scenario] += 1
-            case EngineFenced(engine=engine, previous=load_id, resumed_at=at) if at and load_id in self._targets:
+            case (
+                EngineFenced(engine=engine, previous=load_id, resumed_at=at)
+                | EngineMemoryReleased(engine=engine, previous=load_id, resumed_at=at)
+            ) if at and load_id in self._targets:
                 if (engine, load_id) in self._resumed:
                     return  # it was fenced for a publication that halted, and came back: that is no release's time
                 self._resumed.add((engine, load_id))

@@ -74,6 +74,9 @@ class Trainer(Authority):
         self.world = World()
         self._gone = set[str]()  # blobs that were removed
         self._states: dict[str, Any] = {}
+        self._keep = KEPT_STATES * max(1, len(config.adapters.scenarios))
+        if config.training.colocate:
+            self._keep = 0  # their memory is the engines'
         self._trained: Trained | None = None
         self._kept = threading.Lock()  # an offer loads in one thread while a job trains in another
 
@@ -158,6 +161,7 @@ class Trainer(Authority):
             base=base,
             batch=blob,
             records=len(units),
+            colocated=self.config.training.colocate,
         )
 
     def train(self, effect: Train, batch: Batch) -> Event:
@@ -174,6 +178,16 @@ class Trainer(Authority):
         made = self.ready(job, saved, self._optimizer(self._backend(effect.base), trained.state), trained.metrics)
         self._trained = None
         return made
+
+    def _train(self, effect: Train) -> Event:
+        """What comes of it says, where engines wait for their memory, that the step's is free."""
+        made = super()._train(effect)
+        self._give_back()
+        return made
+
+    def _give_back(self) -> None:
+        if self.config.training.colocate:
+            self.backend.release()
 
     def _step(self, backend: TrainingBackend, job: Job, base: Any, batch: Batch) -> Trained:
         if backend.mutates_in_place:
@@ -224,7 +238,7 @@ class Trainer(Authority):
         with self._kept:
             self._states.pop(candidate, None)
             self._states[candidate] = state
-            while len(self._states) > KEPT_STATES * max(1, len(self.config.adapters.scenarios)):
+            while len(self._states) > self._keep:
                 del self._states[next(iter(self._states))]
         return state
 

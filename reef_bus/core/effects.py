@@ -168,6 +168,22 @@ class UnloadAdapter(Effect, frozen=True):
     name: str
 
 
+class ReleaseMemory(Effect, frozen=True):
+    """Stop generation, after the requests in hand, destroy every older ingress, and give the memory of `regions` to
+    `job`, whose fence was raised at `fence`; ends in `EngineMemoryReleased`, or ends the boot."""
+
+    job: str
+    fence: int
+    regions: tuple[str, ...]
+
+
+class RestoreMemory(Effect, frozen=True):
+    """Take back the memory of `regions`; ends in `EngineMemoryRestored`, or ends the boot."""
+
+    job: str
+    regions: tuple[str, ...]
+
+
 class StartComponent(Effect, frozen=True):
     """Start a component's process, for the `starts`-th time; ends in `ComponentStarted`."""
 

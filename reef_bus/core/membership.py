@@ -11,11 +11,14 @@ from typing import Any
 
 import msgspec
 
+from reef_bus.core.memory import WEIGHTS, ordered
 from reef_bus.core.residency import Residency
 from reef_bus.events import (
     EngineFenced,
     EngineJoined,
     EngineLeft,
+    EngineMemoryReleased,
+    EngineMemoryRestored,
     EngineStaged,
     Event,
     Member,
@@ -40,7 +43,9 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 class Engine(msgspec.Struct, kw_only=True):
     """One engine id and its current boot. `verified` is this boot's last proof since its last fence, by any way; `out`
     the broker time (ns) at which the boot left or was excluded. `residency`: which adapters it holds, None if it takes
-    none; `adapted` is the sequence of its last word on them, `leaks` those by name of unloads that failed."""
+    none; `adapted` is the sequence of its last word on them, `leaks` those by name of unloads that failed. Of the
+    regions that it `releases`, those `released` are a job's now: it gave them for the fence raised at `lent`, and the
+    last word on them is at `memory`."""
 
     id: str
     boot: str
@@ -58,6 +63,10 @@ class Engine(msgspec.Struct, kw_only=True):
     residency: Residency | None = None
     adapted: int = 0
     leaks: dict[str, int] = {}
+    releases: tuple[str, ...] = ()
+    released: tuple[str, ...] = ()
+    lent: int = 0
+    memory: int = 0
 
 
 class Membership(msgspec.Struct):
@@ -98,6 +107,7 @@ def _join(membership: Membership, recorded: Recorded, event: EngineJoined) -> No
         accepts=event.accepts,
         modes=event.modes,
         pauses=event.pauses,
+        releases=event.releases,
     )
 
 
@@ -140,6 +150,25 @@ def _report(
         found.reported, found.verified = report.seq, None if report.failure else report
 
 
+def _release(membership: Membership, recorded: Recorded, event: EngineMemoryReleased) -> None:
+    engine = membership.engines[event.engine]
+    engine.released, engine.lent = ordered({*engine.released, *event.regions}), event.fence
+    _moved(engine, recorded.seq, event.regions)
+
+
+def _restore(membership: Membership, recorded: Recorded, event: EngineMemoryRestored) -> None:
+    engine = membership.engines[event.engine]
+    engine.released, engine.lent = ordered(set(engine.released) - set(event.regions)), 0
+    _moved(engine, recorded.seq, event.regions)
+
+
+def _moved(engine: Engine, seq: int, regions: tuple[str, ...]) -> None:
+    """Weights whose memory was another's, or is new, are no proof of anything."""
+    engine.memory = seq
+    if WEIGHTS in regions:
+        engine.verified = None
+
+
 def _leave(membership: Membership, recorded: Recorded, event: EngineLeft) -> None:
     engine = membership.engines[event.engine]
     engine.left, engine.out = True, recorded.time
@@ -151,6 +180,8 @@ CHANGES: Mapping[type[Event], Callable[[Membership, Recorded, Any], None]] = {
     EngineStaged: _stage,
     ReceiverVerified: _verify,
     ReceiverFailed: _fail,
+    EngineMemoryReleased: _release,
+    EngineMemoryRestored: _restore,
     EngineLeft: _leave,
 }
 

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from reef_bus.core import residency
 from reef_bus.core.membership import Engine
+from reef_bus.core.memory import lending, up
 from reef_bus.core.publication import FENCED, IN_PLACE, Release
 from reef_bus.core.world import World
 from reef_bus.events import Member
@@ -27,7 +28,12 @@ def present(world: World, engine: Engine) -> bool:
 
 
 def fenced(world: World, engine: str, boot: str) -> bool:
-    """A fence is up and covers this boot."""
+    """A fence is up and covers this boot: a publication's, or that of a colocated job, which covers every boot."""
+    return up(world.handover) or targeted(world, engine, boot)
+
+
+def targeted(world: World, engine: str, boot: str) -> bool:
+    """A publication's fence is up and covers this boot."""
     open_ = world.publications.open
     return open_ is not None and open_.mode == FENCED and Member(engine, boot) in open_.members
 
@@ -46,6 +52,7 @@ def may_generate(world: World, engine: str, boot: str) -> bool:
         and found.boot == boot
         and live(world, found)
         and not fenced(world, engine, boot)
+        and not found.released
         and holds_head(world, found)
     )
 
@@ -55,7 +62,8 @@ def owes_head(world: World, engine: Engine) -> int:
     head = world.publications.head
     if head is None or not live(world, engine) or fenced(world, engine.id, engine.boot) or holds_head(world, engine):
         return 0
-    return max(engine.joined, engine.fenced, engine.reported, head.seq, world.publications.ended_seq)
+    since = engine.joined, engine.fenced, engine.reported, engine.memory, head.seq, world.publications.ended_seq
+    return max(since)
 
 
 def may_continue(releases: Mapping[str, Release], begun: str, load_id: str) -> bool:
@@ -92,3 +100,21 @@ def version(world: World, engine: Engine, scenario: str) -> Version | None:
         return Version(head.load_id)
     name = residency.served(engine.residency, scenario) if engine.residency else ""
     return Version(head.load_id, name) if name else None
+
+
+def holders(world: World) -> list[Engine]:
+    """Boots whose memory the open colocated job may not count on yet, by id: those that have not said, since its fence
+    was raised, that it is released. Who is out counts until its supervisor knows that nothing of it lives."""
+    handover, engines = world.handover, world.membership.engines
+    if handover is None or not lending(handover):
+        return []
+    found = (engines[name] for name in sorted(engines) if engines[name].lent != handover.seq)
+    return [engine for engine in found if present(world, engine) or _remains(world, engine)]
+
+
+def _remains(world: World, engine: Engine) -> bool:
+    component = world.components.get(engine.id)
+    if component is None:
+        return False
+    running = component.published == engine.boot
+    return running or (component.ended > engine.joined and component.state in ("withdrawn", "unconfirmed"))

@@ -11,9 +11,10 @@ from typing import Any, NoReturn
 
 import msgspec
 
-from reef_bus.core import adapters, membership, publication, requests, supervision, training
+from reef_bus.core import adapters, membership, memory, publication, requests, supervision, training
 from reef_bus.core.ids import LoadId
 from reef_bus.core.membership import Membership
+from reef_bus.core.memory import Handover
 from reef_bus.core.publication import STAGED, SUPERSEDED, Publication, Publications, Release
 from reef_bus.core.requests import Request
 from reef_bus.core.start import Start, begin, why_not
@@ -60,6 +61,7 @@ class World(msgspec.Struct):
     components: dict[str, Component] = {}
     requests: dict[int, Request] = {}
     start: Start | None = None
+    handover: Handover | None = None
 
     def tail(self, family: str) -> int:
         """The sequence of the family's last stored event: what the next one names as `prev`."""
@@ -125,6 +127,9 @@ def _evolve(world: World, recorded: Recorded) -> None:
             asked = requests.request(recorded)
             why = refusal(world, asked) or _moved(world, asked)
             world.requests[recorded.seq] = msgspec.structs.replace(asked, refused=why)
+            if not why and asked.name == "JobRestoreRequested":
+                world.handover = memory.again(world.handover, recorded, asked.about)
+    world.handover = memory.evolve(world.handover, recorded)
     if world.requests:
         requests.answered(world.requests, event)
         _overtake(world)
@@ -218,6 +223,8 @@ def _check_base(world: World, recorded: Recorded, event: JobDispatched) -> None:
         _contradiction(
             recorded, f"{event.scenario} is not trained from {event.base} of {base.scenario or 'the base model'}"
         )
+    if event.colocated and base.scenario:
+        _contradiction(recorded, f"it is colocated, and trains {base.scenario}'s adapter: engines would lose those")
 
 
 def _check_restored(world: World, recorded: Recorded, event: TrainerRestored) -> None:

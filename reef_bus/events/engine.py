@@ -22,7 +22,8 @@ class EngineJoined(EngineEvent, frozen=True, kw_only=True):
 
     It can `accept` these transports, and take releases in these `modes`: `staged` needs room for a second copy. When it
     is to stop, it can do with the requests in hand what these `pauses` say. Beside the base model it holds so many LoRA
-    `adapters` at most (null: nothing bounds it), and lists those `resident` ones, of which nothing is known.
+    `adapters` at most (null: nothing bounds it), and lists those `resident` ones, of which nothing is known. It can
+    give the memory of the regions that it `releases` (`weights`, `kv_cache`, `cuda_graph`) to a job, and take it back.
     """
 
     url: str
@@ -32,6 +33,7 @@ class EngineJoined(EngineEvent, frozen=True, kw_only=True):
     pauses: tuple[str, ...] = ("drain",)
     adapters: int | None = 0
     resident: tuple[str, ...] = ()
+    releases: tuple[str, ...] = ()
 
 
 class EngineFenced(EngineEvent, frozen=True, kw_only=True):
@@ -117,6 +119,33 @@ class AdapterLeaked(EngineEvent, frozen=True, kw_only=True):
 
     adapter: str
     detail: str
+
+
+class EngineMemoryReleased(EngineEvent, frozen=True, kw_only=True):
+    """Generation has really stopped, every older ingress is destroyed, and the memory of these `regions` is the job's.
+
+    Their contents are lost. `fence` is the sequence of the event that raised the fence for which this was done. Of what
+    served until then, `previous`, `resumed_at`, `served` and `stopped_ms` say what they say in `EngineFenced`; `ms` is
+    the time that all of it took.
+    """
+
+    job: str
+    fence: int
+    regions: tuple[str, ...]
+    previous: str
+    resumed_at: int
+    served: int
+    stopped_ms: float
+    ms: float
+
+
+class EngineMemoryRestored(EngineEvent, frozen=True, kw_only=True):
+    """The memory of these `regions`, which `job` had, is the engine's again. What is in it is worthless until it was
+    verified."""
+
+    job: str
+    regions: tuple[str, ...]
+    ms: float
 
 
 class EngineLeft(EngineEvent, frozen=True, kw_only=True):

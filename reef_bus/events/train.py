@@ -49,13 +49,19 @@ class AdapterRegistered(TrainEvent, frozen=True, kw_only=True):
 
 
 class JobDispatched(TrainEvent, frozen=True, kw_only=True):
-    """One optimizer job over a durable batch. It consumes the records that the batch names, for good."""
+    """One optimizer job over a durable batch. It consumes the records that the batch names, for good.
+
+    `colocated`: it needs the memory of the engines, and is a fence over all of them, whenever they joined, until its
+    candidate was published, halted, refused or rejected, or the job ended without one. `CandidateReady` and
+    `JobDropped` then also say that the trainer has given back the memory that its step took.
+    """
 
     job: str
     step: int
     base: str
     batch: Blob
     records: int
+    colocated: bool = False
 
 
 class JobDropped(TrainEvent, frozen=True, kw_only=True):

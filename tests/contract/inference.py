@@ -317,6 +317,20 @@ async def whoever_gives_up_is_gone(subject: Subject) -> None:
 # -- the end
 
 
+async def what_was_released_is_worthless_when_it_is_back_and_may_be_loaded(subject: Subject) -> None:
+    backend = subject.backend
+    if not backend.releases:
+        return
+    await subject.fill("one")
+    before = await subject.ask(subject.asking())
+    await asyncio.to_thread(backend.release, backend.releases)
+    await asyncio.to_thread(backend.resume, backend.releases)
+    if not backend.apart:
+        assert describe(backend.live()).digest != _digest(subject, "one")
+    await subject.fill("one")
+    assert (await subject.ask(subject.asking())).completion.ids == before.completion.ids
+
+
 async def closing_is_safe_to_repeat(subject: Subject) -> None:
     subject.backend.close()
     subject.backend.close()
@@ -337,6 +351,7 @@ PROMISES: tuple[Promise, ...] = (
     what_is_stopped_in_place_goes_on_with_what_is_loaded_meanwhile,
     after_a_halt_with_nothing_in_hand_it_goes_on,
     whoever_gives_up_is_gone,
+    what_was_released_is_worthless_when_it_is_back_and_may_be_loaded,
     *ADAPTERS,
     closing_is_safe_to_repeat,
 )

@@ -46,6 +46,8 @@ NOT_MADE = {
     "for targets, stagings, commits and rollbacks of adapters, and for unloads; tests/simulation has all of these",
     "AdapterUnloaded": "as AdapterRegistered; with adapters.capacity 3, nearly every release then has one",
     "AdapterLeaked": "as AdapterRegistered, and needs an engine that keeps what it was told to unload; unit tests",
+    "EngineMemoryReleased": "needs a colocated deployment; tests/integration/test_colocate.py",
+    "EngineMemoryRestored": "as EngineMemoryReleased",
     "InferenceRecorded": "is not on LOG",
     "ReportReceived": "is not on LOG",
 }

@@ -22,7 +22,9 @@ from consumers.reef_engine.sglang.start import KEY, start
 from reef_bus.backends import Answer, Piece, Pieces, Prompt
 from reef_bus.config import UPDATES
 from reef_bus.core.effects import Me
+from reef_bus.core.memory import REGIONS
 from reef_bus.errors import Rejected, TransferError, Unavailable
+from reef_bus.runner import blocking
 from tests.sglang.subject import CLOSE, SHAPE, Subject, config, greedy, logprobs
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -53,6 +55,21 @@ async def test_the_room_is_the_same_memory_as_long_as_it_is_asked_for_the_same(s
     layouts = {"b": ("BF16", (2, 2), 8), "a": ("F32", (4,), 16)}
     first, second = subject.engine.room(layouts), subject.engine.room(layouts)
     assert first is second and {name: piece.data.nbytes for name, piece in first.items()} == {"a": 16, "b": 8}
+
+
+# -- memory
+
+
+async def test_the_server_understands_that_it_is_to_lend_memory_and_without_a_gpu_keeps_it(subject: Subject) -> None:
+    """What is shown here is that it says yes, idle or a moment after its last answer, and goes on: no memory saver is
+    there on a CPU, so an engine on one says that it releases nothing."""
+    await subject.load(1, "i:lent")
+    before = (await subject.engine.answer(GREEDY)).completion.ids
+    await blocking(subject.engine.release, REGIONS)
+    await blocking(subject.engine.resume, ("weights",))
+    await blocking(subject.engine.resume, ("kv_cache", "cuda_graph"))
+    assert (await subject.engine.answer(GREEDY)).completion.ids == before
+    assert subject.engine.releases == ()
 
 
 # -- an update that says success

@@ -13,12 +13,19 @@ import multiprocessing
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 
 from tests.simulation.deployment import Outcome, adapted, simulate
 from tests.simulation.faults import ADAPTERS, ADAPTING, EVENTS, KINDS
 from tests.simulation.table import missing, table
 
+ONE: Mapping[str, Callable[[int], Outcome]] = {
+    "": simulate,
+    "adapters": adapted,
+    "colocated": partial(simulate, colocated=True),
+}
+"""The kinds of deployments that seeds are drawn of."""
 WORKERS = 2
 LIVES = 15
 """Handfuls of seeds after which a worker makes room for another one: it has grown to some 150 MB by then."""
@@ -31,12 +38,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seeds", type=int, default=200, help="how many seeds to run")
     parser.add_argument("--from", type=int, default=0, dest="first", help="the first of them")
     parser.add_argument("--seed", type=int, help="run one seed and tell its story")
-    parser.add_argument("--adapters", action="store_true", help="seeds of deployments that train adapters")
+    kind = parser.add_mutually_exclusive_group()
+    for name, what in (("adapters", "deployments that train adapters"), ("colocated", "training where engines are")):
+        kind.add_argument(f"--{name}", dest="kind", action="store_const", const=name, default="", help=what)
     parser.add_argument("--json", action="store_true", help="the result as JSON")
     asked = parser.parse_args(argv)
     if asked.seed is not None:
-        return _story((adapted if asked.adapters else simulate)(asked.seed))
-    return _many(range(asked.first, asked.first + asked.seeds), asked.json, asked.adapters)
+        return _story(ONE[asked.kind](asked.seed))
+    return _many(range(asked.first, asked.first + asked.seeds), asked.json, asked.kind)
 
 
 def _story(outcome: Outcome) -> int:
@@ -45,21 +54,22 @@ def _story(outcome: Outcome) -> int:
     return 1 if outcome.violation else 0
 
 
-def _many(seeds: range, as_json: bool, adapters: bool) -> int:
+def _many(seeds: range, as_json: bool, kind: str) -> int:
     began = time.monotonic()
     hits, events, ended = Counter[tuple[str, str]](), Counter[str](), Counter[str]()
     failed: dict[int, str] = {}
     slowest = (0.0, 0)
-    for outcome in _run(seeds, _adapted if adapters else _one):
+    for outcome in _run(seeds, kind):
         hits += outcome.hits
         events += outcome.events
         ended += outcome.ended
         slowest = max(slowest, (outcome.settled_s, outcome.seed))
         if outcome.violation:
             failed[outcome.seed] = outcome.violation
-            command = f"python -m tests.simulation{' --adapters' * adapters} --seed {outcome.seed}"
-            print(f"seed {outcome.seed}: {outcome.violation}\n    {command}")
-    judged = len(seeds) >= ENOUGH
+            again = f"{f'--{kind} ' if kind else ''}--seed {outcome.seed}"
+            print(f"seed {outcome.seed}: {outcome.violation}\n    python -m tests.simulation {again}")
+    adapters = kind == "adapters"
+    judged = len(seeds) >= ENOUGH and kind != "colocated"  # which see no staged release, and nobody holds a candidate
     wanting = missing(hits, adapters) if judged else []
     idle = judged and ended["committed"] <= len(seeds)
     seconds = time.monotonic() - began
@@ -76,10 +86,10 @@ def _many(seeds: range, as_json: bool, adapters: bool) -> int:
     return 1 if failed or wanting or idle else 0
 
 
-def _run(seeds: range, one: Callable[[int], Outcome]) -> Iterable[Outcome]:
+def _run(seeds: range, kind: str) -> Iterable[Outcome]:
     """In order of the seeds: the same output on every run."""
     with multiprocessing.get_context("fork").Pool(WORKERS, _quietly, maxtasksperchild=LIVES) as pool:
-        yield from pool.imap(one, seeds, chunksize=8)
+        yield from pool.imap(partial(_without_story, kind), seeds, chunksize=8)
 
 
 def _quietly() -> None:
@@ -88,12 +98,8 @@ def _quietly() -> None:
     gc.disable()
 
 
-def _one(seed: int) -> Outcome:
-    return simulate(seed).without_story()
-
-
-def _adapted(seed: int) -> Outcome:
-    return adapted(seed).without_story()
+def _without_story(kind: str, seed: int) -> Outcome:
+    return ONE[kind](seed).without_story()
 
 
 def _report(

@@ -77,6 +77,9 @@ class Machines:
     def tell(self, text: str) -> None:
         """A line of the story."""
 
+    def took(self, boot: Boot) -> None:
+        """An engine takes memory back."""
+
     def start(self, component: str) -> Boot:
         number = 1 + sum(boot.component == component for boot in self.boots.values())
         boot = Boot(self, component, f"{component}.{number}")
@@ -107,6 +110,7 @@ class Boot(Process):
         self.runner: Runner | None = None
         self.agent: Agent | None = None
         self.memory: Memory | None = None
+        self.optimizer: Optimizer | None = None
         self.server: Server | None = None
         self.recorder: Recorder | None = None
 
@@ -169,6 +173,7 @@ async def _engine(boot: Boot, stack: contextlib.AsyncExitStack) -> Role:
     single = machines.shape.engines - machines.shape.single_copy
     stages = machines.shape.mode == "staged" and int(boot.component.rpartition("-")[2]) < single
     boot.memory = _memory(machines, stages)
+    boot.memory.took = lambda: machines.took(boot)
     store = Shelf(STORE, machines.nemesis)
     agent = Agent(machines.config, boot.me, f"http://{boot.name}", boot.memory, store, Fault(), clock=boot.wall)
     agent.transports["tcp"] = Wire(machines.network, boot)
@@ -185,7 +190,7 @@ async def _engine(boot: Boot, stack: contextlib.AsyncExitStack) -> Role:
 def _memory(machines: Machines, stages: bool) -> Memory:
     if most := machines.config.adapters.most():
         return AdapterMemory(machines.chance, machines.nemesis, most)
-    return Memory(machines.chance, machines.nemesis, stages=stages)
+    return Memory(machines.chance, machines.nemesis, stages=stages, lends=machines.shape.colocate)
 
 
 def _worked(boot: Boot, worker: asyncio.Task[None]) -> None:
@@ -199,6 +204,7 @@ async def _trainer(boot: Boot, stack: contextlib.AsyncExitStack) -> Role:
     machines, store = boot.machines, ArtifactStore(STORE)
     noise = machines.chance if machines.shape.noisy else None
     backend = Optimizer(machines.registry, machines.nemesis, noise, in_place=machines.shape.in_place)
+    boot.optimizer = backend
     book = RecordBook(machines.config, boot.journal, store)
     await book.start(stack)
     trainer = Trainer(machines.config, boot.me, backend, store, book, adapting=partial(_adapting, machines))

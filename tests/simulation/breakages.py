@@ -19,8 +19,9 @@ from tests.simulation.searches import Breakage
 from tests.simulation.wrong_adapters import ADAPTERS
 from tests.simulation.wrong_conduct import CONDUCT
 from tests.simulation.wrong_decisions import DECISIONS
+from tests.simulation.wrong_lending import LENDING
 
-BREAKAGES = (*DECISIONS, *CONDUCT, *ADAPTERS)
+BREAKAGES = (*DECISIONS, *CONDUCT, *ADAPTERS, *LENDING)
 CATCHES = Path(__file__).with_name("catches.json")
 """By breakage: the first seed that catches it, and what it finds. Written by `--find`."""
 WORKERS, SEEDS, SEED_S, WIDE = 2, 400, 10.0, 110

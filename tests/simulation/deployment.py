@@ -23,7 +23,7 @@ from reef_bus.journal import LOG
 from tests.simulation.adapting import AdapterMemory
 from tests.simulation.boots import Boot, Machines
 from tests.simulation.broker import Broker
-from tests.simulation.faults import Faults, Nemesis, aim
+from tests.simulation.faults import COLOCATED, Faults, Nemesis, aim
 from tests.simulation.hands import Network, Registry
 from tests.simulation.harness import Harness
 from tests.simulation.loop import Loop, Process, Stuck
@@ -65,7 +65,9 @@ Cue = tuple[str, Callable[[Recorded], bool]]
 class Deployment(Machines):
     """A trainer, engines, two publishers, a gateway and their supervisor; clients; and a person who looks after it."""
 
-    def __init__(self, seed: int, faults: Faults | None = None, shape: Shape | None = None) -> None:
+    def __init__(
+        self, seed: int, faults: Faults | None = None, shape: Shape | None = None, *, colocated: bool = False
+    ) -> None:
         super().__init__()
         self.chance = chance = random.Random(seed)
         self.story: list[tuple[float, str]] = []
@@ -75,6 +77,11 @@ class Deployment(Machines):
             asked = tuple(aim(chance, (kind,)) for kind, _ in self.shape.asks)
             asked += (("crash", "JobStarted"), aim(chance, ("JobAmbiguous",))) if self.shape.in_place else ()
             self.faults = replace(self.faults, aims=(*self.faults.aims, *asked))
+        if colocated:
+            self.shape = self.shape.colocated()
+            aims = tuple(aim(chance, COLOCATED) for _ in range(chance.randrange(4)))
+            rate = chance.choice((0.0, 0.0, 0.03, 0.1))
+            self.faults = replace(self.faults, aims=(*self.faults.aims, *aims), no_memory=rate)
         self.loop = Loop(chance, shuffle=self.shape.shuffle, thread_s=self.shape.thread_s)
         self.loop.longer["generate_until"] = self.shape.generate_s
         self.nemesis = Nemesis(self.faults, chance, self.tell)
@@ -99,6 +106,8 @@ class Deployment(Machines):
     def _saw(self, stream: str, recorded: Recorded) -> None:
         try:
             void = self.truth.saw(stream, recorded)
+            if stream == LOG and not void:
+                self._judge_memory(recorded)
         except Violation as violation:
             self._violate(str(violation))
             return
@@ -111,6 +120,24 @@ class Deployment(Machines):
             said = f"{recorded.seq:3} {recorded.name:24} {recorded.boot:14} {recorded.event.key:12} {recorded.id[:8]}"
             self.tell(said + (f"  void: {void}" if void else ""))
             self.cues = [cue for cue in self.cues if cue[0] != recorded.name or not cue[1](recorded)]
+
+    def _judge_memory(self, recorded: Recorded) -> None:
+        """What engines and trainer say of their memory is so."""
+        if recorded.name == "JobStarted":
+            self.truth.check_given(self.boots)
+        boot = self.boots.get(recorded.boot)
+        if self.shape.colocate and recorded.name in ("CandidateReady", "JobDropped") and boot is not None:
+            if boot.optimizer is not None and boot.optimizer.busy:
+                raise Violation(f"{boot.name} says {recorded.name} with the memory that its step took")
+
+    def took(self, boot: Boot) -> None:
+        try:
+            self.truth.check_taken(boot)
+            trainer = self.boots.get(self.truth.world.training.boot)
+            if trainer is not None and trainer.exit is None and trainer.optimizer and trainer.optimizer.busy:
+                raise Violation(f"{boot.name} takes memory back that a step of {trainer.name} has")
+        except Violation as violation:
+            self._violate(str(violation))
 
     def _after_step(self, process: Process | None) -> None:
         if process is not None and process.watched:
@@ -360,10 +387,15 @@ Prepare = Callable[[Deployment], object]
 
 
 def simulate(
-    seed: int, faults: Faults | None = None, shape: Shape | None = None, prepare: Prepare = lambda deployment: None
+    seed: int,
+    faults: Faults | None = None,
+    shape: Shape | None = None,
+    prepare: Prepare = lambda deployment: None,
+    *,
+    colocated: bool = False,
 ) -> Outcome:
     """Run one seed to its end. `faults` and `shape` instead of the seed's own; `prepare` gets the deployment before it
-    begins."""
+    begins. `colocated`: it trains where its engines are."""
     before = logging.root.manager.disable
     if before < logging.CRITICAL:  # to say it again would cost a look at every logger
         logging.disable(logging.CRITICAL)
@@ -371,7 +403,7 @@ def simulate(
     gc.disable()
     try:
         with tempfile.TemporaryDirectory(dir="/dev/shm") as folder, contextlib.chdir(folder):
-            found = Deployment(seed, faults, shape)
+            found = Deployment(seed, faults, shape, colocated=colocated)
             prepare(found)
             return _simulate(seed, found)
     finally:

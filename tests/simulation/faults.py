@@ -23,6 +23,8 @@ TRANSFERS = ("slow", "stuck", "corrupt", "skip", "swap", "late_bytes")
 HANDS = ("reject", "drop", "no_room", "no_artifact", "no_swap", "repeat")
 """Fall upon what a role does: a decision against, a batch that cannot be trained, memory, an artifact that is away, a
 second copy that cannot be swapped in; a harness that says everything twice."""
+LENDING = ("no_memory",)
+"""Falls upon engines that give memory away or take it back; never drawn with the others."""
 KINDS = (*STRIKES, *APPENDS, *TRANSFERS, *HANDS)
 LOADS = ("no_load", "late_load", "another_load", "skip_load")
 """Fall upon the load of an adapter: it is refused; it is there, and nobody hears of it; it is another one; it is not
@@ -32,9 +34,11 @@ ADAPTING = (*LOADS, "no_proof", "leak", "lose")
 engine that was started again behind its agent's back and holds nothing any more."""
 
 ADAPTERS = ("AdapterRegistered", "AdapterUnloaded", "AdapterLeaked")
-EVENTS = tuple(name for name, event in CATALOGUE.items() if event.family != "record" and name not in ADAPTERS)
-"""Of deployments that train the whole model. What a seed draws depends on how many they are: those of `ADAPTERS` stand
-apart, so that older seeds keep their histories."""
+COLOCATED = ("EngineMemoryReleased", "EngineMemoryRestored")
+APART = (*ADAPTERS, *COLOCATED)
+EVENTS = tuple(name for name, event in CATALOGUE.items() if event.family != "record" and name not in APART)
+"""Of deployments that train the whole model, beside their engines. What a seed draws depends on how many they are:
+those of other kinds of deployments stand apart, so that older seeds keep their histories."""
 REQUESTS = tuple(name for name, event in CATALOGUE.items() if event.family == "operator")
 
 RARE = (
@@ -94,6 +98,7 @@ class Faults:
     no_proof: float = 0.0
     leak: float = 0.0
     lose: float = 0.0
+    no_memory: float = 0.0
     aims: tuple[tuple[str, str], ...] = ()
     ambushes: tuple[str, ...] = ()
 
@@ -134,7 +139,7 @@ class Nemesis:
         self.last = ""
         self.active = True
         self.strike: Callable[[str, str], str] = lambda kind, whom: ""
-        self._rates = {kind: rate for kind in (*KINDS, *ADAPTING) if (rate := getattr(faults, kind))}
+        self._rates = {kind: rate for kind in (*KINDS, *ADAPTING, *LENDING) if (rate := getattr(faults, kind))}
         self._weights = {kind: rate for kind, rate in self._rates.items() if kind in (*STRIKES, "lose")}
         self._total = sum(self._weights.values()) / 1000
         self._aims = list(faults.aims)

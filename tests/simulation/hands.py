@@ -27,6 +27,7 @@ from reef_bus.backends import (
     TrainingBackend,
     never,
 )
+from reef_bus.core.memory import REGIONS
 from reef_bus.core.publication import PAUSES
 from reef_bus.core.training import Candidate
 from reef_bus.errors import ContractError, TransferError
@@ -55,8 +56,11 @@ class Memory(InferenceBackend):
 
     pauses = PAUSES
 
-    def __init__(self, chance: random.Random, nemesis: Nemesis, *, stages: bool) -> None:
+    def __init__(self, chance: random.Random, nemesis: Nemesis, *, stages: bool, lends: bool = False) -> None:
         self.chance, self.nemesis, self.stages = chance, nemesis, stages
+        self.releases = REGIONS if lends else ()
+        self.out = set[str]()
+        self.took: Callable[[], None] = lambda: None
         self.content, self._pieces = self._anything()
         self._beside: tuple[bytearray, dict[str, Piece]] | None = None
 
@@ -68,7 +72,28 @@ class Memory(InferenceBackend):
     def start(self) -> None: ...
 
     def live(self) -> Pieces:
+        if "weights" in self.out:
+            raise ContractError("there is nothing where weights were")
         return self._pieces
+
+    def release(self, regions: Sequence[str]) -> None:
+        """One that fails may have done it all the same."""
+        assert regions and not self.out & set(regions), "what is out is released again"
+        fails = self.nemesis.befalls(("no_memory",))
+        if not fails or self.chance.random() < 0.5:
+            self.out |= set(regions)
+            self.content, self._pieces = self._anything()
+        if fails:
+            raise OSError(errno.ENOMEM, "the allocator gives up")
+
+    def resume(self, regions: Sequence[str]) -> None:
+        assert regions and self.out >= set(regions), "what is there is taken back"
+        self.took()
+        fails = self.nemesis.befalls(("no_memory",))
+        if not fails or self.chance.random() < 0.5:
+            self.out -= set(regions)
+        if fails:
+            raise OSError(errno.ENOMEM, "the allocator gives up")
 
     def stage(self) -> Pieces:
         if not self.stages:
@@ -91,6 +116,7 @@ class Memory(InferenceBackend):
 
     def generate_until(self, prompts: Sequence[Prompt], stop: Stop, kept: Any = None) -> Generation:
         """Told to stop, it has come some way with each: to its end, or not even to its first byte."""
+        assert not self.out, f"it generates without {self.out}"
         begun: list[bytes] = kept or [b""] * len(prompts)
         ends = [self.chance.randint(len(each), 2 * SIZE) if stop() else 2 * SIZE for each in begun]
         made = [each + self.content[len(each) : end] for each, end in zip(begun, ends, strict=True)]
@@ -149,6 +175,8 @@ class Optimizer(TrainingBackend):
     it leaves nothing behind that one could go on from; and so does the incumbent, which only `load` puts right again.
     """
 
+    busy = False  # it has the memory that a step took
+
     def __init__(
         self, registry: Registry, nemesis: Nemesis, chance: random.Random | None, *, in_place: bool = False
     ) -> None:
@@ -174,7 +202,11 @@ class Optimizer(TrainingBackend):
             raise ContractError(f"{weights} and {optimizer} are of two states")
         return self._state(content)
 
+    def release(self) -> None:
+        self.busy = False
+
     def train(self, state: Any, batch: Sequence[Sample], seed: int) -> tuple[Any, dict[str, float]]:
+        self.busy = True
         start = _content(state) if self._holds else self.registry.incumbent
         if self.mutates_in_place:
             state.content = self.registry.incumbent = hashlib.sha256(b"half a step" + start).digest()

@@ -32,7 +32,7 @@ ROOT = Path(__file__).parents[2]
 CORE = ROOT / "reef_bus" / "core"
 NAMES = (
     *("ids", "world", "void", "reactions", "serving", "requests", "rollback", "base_chain", "ambiguity", "recovery"),
-    *("staged", "records", "invariants", "start", "adapters", "residency"),
+    *("staged", "records", "invariants", "start", "adapters", "residency", "memory"),
 )
 UNITS = [str(path) for name in NAMES for path in sorted((ROOT / "tests" / "unit").glob(f"test_{name}*.py"))]
 PER_MODULE, SIMULATED, ROAMED = 12, 4, 40

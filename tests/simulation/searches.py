@@ -32,6 +32,11 @@ def of_adapters(seed: int) -> str:
     return adapted(seed).violation
 
 
+def lending(seed: int) -> str:
+    """The seed's own faults and shape, in a deployment that trains where its engines are."""
+    return simulate(seed, colocated=True).violation
+
+
 def roamed(seed: int) -> str:
     """The smaller machine, with people who ask for things, trainers in place, and `publish: latest`."""
     return _raised(wander, seed)

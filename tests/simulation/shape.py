@@ -11,7 +11,7 @@ from typing import Literal
 
 from reef_bus.config import Adapters, Config, Inference, Publication, Training
 from reef_bus.core.effects import Deadlines, Restarts
-from reef_bus.core.publication import PAUSES
+from reef_bus.core.publication import IN_PLACE, PAUSES
 from tests.simulation.faults import EVENTS, RARE, REQUESTS
 
 SCENARIOS = ("math", "code", "chat")
@@ -24,7 +24,7 @@ class Shape:
     that training overlaps publication; `single_copy`: so many engines have no room for a second copy; `asks`: requests
     (kind, event) that somebody makes as soon as such an event is stored; `shuffle` and `thread_s` are the loop's;
     `generate_s`: how much longer than other blocking calls an answer takes; `adapters`: scenarios that train one each,
-    of which an engine holds `capacity` (0: one for each, and the next one)."""
+    of which an engine holds `capacity` (0: one for each, and the next one). `colocate` is never drawn."""
 
     engines: int = 2
     jobs: int = 3
@@ -46,6 +46,12 @@ class Shape:
     generate_s: float = 0.0
     adapters: tuple[str, ...] = ()
     capacity: int = 0
+    colocate: bool = False
+
+    def colocated(self) -> Shape:
+        """The same deployment, as far as it can train where its engines are."""
+        pause = "drain" if self.pause == IN_PLACE else self.pause
+        return replace(self, colocate=True, mode="fenced", single_copy=0, pause=pause, hold=False)
 
     @classmethod
     def drawn(cls, chance: random.Random) -> Shape:
@@ -93,7 +99,14 @@ class Shape:
             inference=Inference(
                 engines=tuple(f"engine-{n}" for n in range(self.engines)), max_batch=2, lease_s=self.lease_s
             ),
-            training=Training(groups=2, group_size=2, max_staleness=1, max_jobs=self.jobs, hold=self.hold),
+            training=Training(
+                groups=2,
+                group_size=2,
+                max_staleness=1,
+                max_jobs=self.jobs,
+                hold=self.hold,
+                colocate=self.colocate,
+            ),
             publication=Publication(
                 transport=self.transport,
                 mode=self.mode,

@@ -47,6 +47,36 @@ def test_without_faults_every_job_becomes_a_release_and_no_event_is_void(seed: i
     }
 
 
+# -- training where the engines are
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_without_faults_every_colocated_job_becomes_a_release_and_memory_goes_out_and_back_once(seed: int) -> None:
+    found = simulate(seed, Faults(), Shape(jobs=3, colocate=True))
+    assert (found.violation, dict(found.ended), found.voids) == ("", {"committed": 3}, 0)
+    assert (found.events["EngineMemoryReleased"], found.events["EngineMemoryRestored"]) == (6, 12)
+    assert found.events["TransferAborted"] == found.events["EngineExcluded"] == found.events["EngineLeft"] == 0
+
+
+@pytest.mark.parametrize("kinds", [{"reject": 1.0}, {"drop": 1.0}], ids=["rejected", "dropped"])
+def test_a_colocated_job_that_comes_to_nothing_gives_the_incumbent_back(kinds: dict[str, float]) -> None:
+    found = simulate(1, Faults(**kinds), Shape(jobs=2, colocate=True))
+    assert (found.violation, dict(found.ended)) == ("", {})
+    assert (found.events["EngineMemoryReleased"], found.events["EngineMemoryRestored"]) == (4, 4)
+
+
+def test_engines_whose_memory_is_uncertain_end_and_others_come() -> None:
+    for seed in range(3):
+        found = simulate(seed, Faults(no_memory=0.2), Shape(jobs=3, colocate=True))
+        assert found.violation == "" and found.events["EngineLeft"] > 0
+
+
+def test_colocated_deployments_come_to_their_end_whatever_falls_upon_them() -> None:
+    command = [sys.executable, "-m", "tests.simulation", "--colocated", "--seeds", "40"]
+    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert "40 seeds" in found and "0 failed" in found
+
+
 # -- one seed, one history
 
 

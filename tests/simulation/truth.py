@@ -6,13 +6,15 @@ Knows: everything that the simulation knows. Must not know: why anybody decided 
 from __future__ import annotations
 
 import traceback
+from collections.abc import Mapping
 
 from reef_bus.artifacts import ArtifactStore
 from reef_bus.audit import _batches
 from reef_bus.backends import Generated
 from reef_bus.core.invariants import check
+from reef_bus.core.memory import lending
 from reef_bus.core.publication import IN_PLACE
-from reef_bus.core.serving import may_generate, version
+from reef_bus.core.serving import may_generate, present, version
 from reef_bus.core.world import World, fold
 from reef_bus.errors import ContractError
 from reef_bus.events import (
@@ -107,7 +109,9 @@ class Truth:
         if head is None or memory.content != self.content.get(head.load_id):
             held = [load_id for load_id, content in self.content.items() if content == memory.content]
             raise Violation(f"{boot.name} serves {head and head.load_id} with the memory of {held or 'no release'}")
-        if Member(boot.component, boot.name) in self.audit.fence(agent.world.seq):
+        if memory.out:
+            raise Violation(f"{boot.name} may generate, and {memory.out} of its memory is out")
+        if self.audit.closed(agent.world.seq) or Member(boot.component, boot.name) in self.audit.fence(agent.world.seq):
             raise Violation(f"{boot.name} may generate at {agent.world.seq}, where a fence covers it")
         for scenario in self.none:
             self._check_adapter(boot, scenario)
@@ -139,6 +143,28 @@ class Truth:
             raise Violation(f"an answer of {answer.boot} names {named}; it was not generated with that")
         if answer.spans and pause != IN_PLACE:
             raise Violation(f"an answer of {answer.boot} goes on after a pause, and pauses are {pause}")
+
+    # -- memory that is lent
+
+    def check_given(self, boots: Mapping[str, Boot]) -> None:
+        """A colocated job begins: every engine that was there before, and whose process is not said to have ended, has
+        given all of its memory away."""
+        handover = self.world.handover
+        if handover is None or handover.ended:
+            return
+        for engine in self.world.membership.engines.values():
+            memory = boots[engine.boot].memory
+            there = engine.joined < handover.seq and present(self.world, engine) and boots[engine.boot].exit is None
+            if there and memory is not None and memory.out != set(memory.releases):
+                raise Violation(f"{handover.job} starts, and {engine.boot} has given away {memory.out} only")
+
+    def check_taken(self, boot: Boot) -> None:
+        """An engine takes memory back: no job that it gave it to has begun and is open."""
+        job, engine = self.world.training.job, self.world.membership.engines.get(boot.component)
+        if job is None or engine is None or engine.boot != boot.name or not lending(self.world.handover):
+            return
+        if job.attempt and self.world.handover and engine.lent == self.world.handover.seq:
+            raise Violation(f"{boot.name} takes memory back that {job.id} has")
 
     # -- in the end
 

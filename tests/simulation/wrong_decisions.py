@@ -188,8 +188,9 @@ DECISIONS = (
         (
             Edit(
                 TRAINER + "trainer",
-                "*_job(world, me, scenarios)]",
-                '*_job(world, me, scenarios), *([_next_job(world, ("",))] if world.training.job else [])]',
+                "*_job(world, me, scenarios, colocate)]",
+                "*_job(world, me, scenarios, colocate), "
+                '*(_next_job(world, ("",), colocate) if world.training.job else [])]',
             ),
             Edit(VOID + "_nothing_is_open", 'if tail.open else ""', 'if False else ""'),
         ),

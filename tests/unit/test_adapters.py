@@ -47,6 +47,7 @@ from tests.facts import (
     adapter_target,
     adapter_trained,
     blob,
+    colocated,
     digest,
     dispatched,
     dropped,
@@ -169,6 +170,11 @@ def test_a_frozen_base_is_never_trained_and_no_scenario_from_anothers_adapter() 
     given(*FROZEN).when(dispatched("j1")).then(contradicts("digit is not trained from base"))
     step = of(MATH, dispatched("j1", NO_LORA[CODE]))[0]
     given(*FROZEN).when(step).then(contradicts("math is not trained from .* of code"))
+
+
+def test_no_engine_lends_its_memory_to_the_job_of_an_adapter() -> None:
+    (step,) = of(MATH, colocated("j1", NO_LORA[MATH]))
+    given(*FROZEN).when(step).then(contradicts("it is colocated, and trains math's adapter"))
 
 
 def test_a_log_that_goes_on_has_every_scenarios_head_and_chain_and_its_engines_hold_nothing_yet() -> None:

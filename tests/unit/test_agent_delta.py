@@ -220,7 +220,7 @@ async def test_a_delta_that_does_not_arrive_is_followed_by_the_full_bytes(tmp_pa
 
 async def test_a_byte_that_flips_after_a_delta_is_noticed_and_repaired_by_the_full_bytes(tmp_path: Path) -> None:
     found = Found(tmp_path, lambda base: GOOD)
-    found.agent.fault = Fault(1)
+    found.agent.fault.at = 1
     said = await found.stage()
     assert (said.base_manifest, said.bytes) == ("", SIZE + len(GOOD))
 

@@ -207,6 +207,10 @@ def trains_from_another_scenarios_candidate(play: AdapterPlay) -> None:
     play.edit_batch("job-c1", base="m1")
 
 
+def lends_the_engines_memory_to_an_adapters_job(play: AdapterPlay) -> None:
+    play.edit("JobDispatched", colocated=True)
+
+
 def targets_the_base_model(play: AdapterPlay) -> None:
     play.edit("TargetPersisted", 1, scenario=S, lora=None, sender="trainer", mode="fenced")
 
@@ -283,6 +287,7 @@ TWINS: dict[Corruption, set[int | str]] = {
     trains_on_another_scenarios_record: {6},
     trains_the_base_model: {"frozen", "fold"},
     trains_from_another_scenarios_candidate: {5, "fold"},
+    lends_the_engines_memory_to_an_adapters_job: {"colocated", "fold"},
     targets_the_base_model: {"frozen", "fold"},
     targets_onto_another_scenarios_head: {5, "fold"},
     targets_another_kind_of_adapter: {3, "fold"},

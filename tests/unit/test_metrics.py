@@ -13,7 +13,7 @@ from reef_bus.core.world import World
 from reef_bus.errors import Rejected
 from reef_bus.events import ComponentStarted
 from reef_bus.metrics import Figures, exposition
-from tests.facts import E0, E1, SERVING, fenced, released, target, trained
+from tests.facts import E0, E1, SERVING, colocated, fenced, lent, released, started, target, trained
 from tests.spec import SECOND, Step, chained_to, given
 
 
@@ -36,6 +36,13 @@ def test_a_fence_is_as_old_as_its_target_and_nobody_serves_under_it() -> None:
     found = scraped(*SERVING, *trained("c1"), target(1, "c1", E0, E1), fenced("e0", 1), later_s=3.0)
     assert found["reef_fence_seconds"] == pytest.approx(3.001)  # the fence, and a millisecond per event since
     assert (found["reef_engines_serving"], found["reef_release_sequence"]) == (0, 0)
+
+
+def test_a_colocated_jobs_fence_is_as_old_as_its_dispatch_and_who_lends_is_counted() -> None:
+    found = scraped(*SERVING, colocated("j"), lent("e0", "j", 8), started("j"), later_s=3.0)
+    assert found["reef_fence_seconds"] == pytest.approx(3.002)
+    assert (found["reef_engines_released"], found["reef_engines_serving"]) == (1, 0)
+    assert scraped(*SERVING)["reef_engines_released"] == 0
 
 
 def test_the_lag_is_what_the_stream_holds_and_the_fold_does_not() -> None:

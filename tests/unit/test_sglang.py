@@ -11,7 +11,7 @@ import itertools
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 import pytest
@@ -429,3 +429,63 @@ def test_a_model_that_does_not_say_what_a_prompt_may_be_is_refused(tmp_path: Pat
     (tmp_path / "config.json").write_bytes(b'{"vocab_size": 16}')
     with pytest.raises(Rejected, match="max_position_embeddings"):
         Limits.of(tmp_path)
+
+
+# -- memory
+
+
+class Busy(http.server.BaseHTTPRequestHandler):
+    """Writes down what it is asked; `idle`: whether it would be, in time."""
+
+    asked: ClassVar[list[tuple[str, bytes]]] = []
+    idle = True
+
+    def do_POST(self) -> None:
+        self.asked.append((self.path, self.rfile.read(int(self.headers["Content-Length"]))))
+        refused = self.path.startswith("/flush_cache") and not self.idle
+        body = b"Flush cache failed.\n" if refused else b"null"
+        self.send_response(400 if refused else 200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: Any) -> None: ...
+
+
+@pytest.fixture
+def lender(model: Path, tmp_path: Path) -> Iterator[SGLangEngine]:
+    Busy.asked, Busy.idle = [], True
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Busy)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    room, nobody = Room(model, tmp_path / "room"), Oracle([], 0, 0, {}, tmp_path / "log")
+    client = Client(f"http://127.0.0.1:{server.server_port}", "key")
+    yield SGLangEngine(configured(model), client, room, nobody, "cuda", [].append, spans=False)
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+def test_a_server_waits_until_it_is_idle_and_then_gives_the_named_regions_away(lender: SGLangEngine) -> None:
+    lender.release(("weights", "kv_cache"))
+    lender.resume(("weights",))
+    assert Busy.asked == [
+        ("/flush_cache?timeout=60.0", b"{}"),
+        ("/release_memory_occupation", b'{"tags":["weights","kv_cache"]}'),
+        ("/resume_memory_occupation", b'{"tags":["weights"]}'),
+    ]
+
+
+def test_a_server_that_is_not_idle_in_time_is_not_asked_for_its_memory(lender: SGLangEngine) -> None:
+    """It would end: it asserts that it is."""
+    Busy.idle = False
+    with pytest.raises(TransferError, match="Flush cache failed"):
+        lender.release(("weights",))
+    assert [path for path, _ in Busy.asked] == ["/flush_cache?timeout=60.0"]
+
+
+def test_a_server_can_lend_only_where_it_was_started_so(model: Path) -> None:
+    found = configured(model)
+    assert "--enable-memory-saver" not in server_flags(found, 1, "k", "cuda", spans=False)
+    assert "--enable-memory-saver" in server_flags(found, 1, "k", "cuda", spans=False, saver=True)
+    assert SGLangEngine.releases == ()

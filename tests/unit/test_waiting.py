@@ -15,10 +15,11 @@ from reef_bus.events import (
     ComponentStarted,
     JobAmbiguous,
     JobDiscardRequested,
+    ReadinessPublished,
     RollbackRequested,
     TrainerJoined,
 )
-from reef_bus.views import waiting
+from reef_bus.views import status, waiting
 from tests.facts import (
     E0,
     E1,
@@ -26,11 +27,13 @@ from tests.facts import (
     SERVING,
     L,
     S,
+    colocated,
     dispatched,
     excluded,
     fenced,
     joined,
     left,
+    lent,
     offered,
     opened,
     released,
@@ -43,6 +46,7 @@ from tests.spec import SECOND, Step, after, by, given
 
 IN_PLACE = TrainerJoined(scenario=S, backend="torch", offers=("tcp",), mutates_in_place=True)
 ATTACHED = TrainerJoined(scenario=S, backend="attached", offers=("tcp",), mutates_in_place=False)
+LEAVING = (ComponentStarted(component="e1", pid=1, starts=1), ReadinessPublished(component="e1", boot="e1.1"))
 TARGETED = (*SERVING, *trained("c1"), target(1, "c1", E0, E1))
 
 
@@ -59,6 +63,10 @@ def waits(*steps: Step, later_s: float = 5.0) -> dict[str, Any]:
         ((*REGISTERED, joined("e0")), "e0", "proves the head"),
         (SERVING, "the harness", "next batch"),
         ((*SERVING, dispatched("j")), "the trainer", "finishes j"),
+        ((*SERVING, colocated("j")), "e0, e1", "releases its memory, and j starts; after 30 s it is excluded"),
+        ((*SERVING, colocated("j"), lent("e0", "j", 8)), "e1", "releases its memory"),
+        ((*SERVING, colocated("j"), lent("e0", "j", 8), lent("e1", "j", 8)), "the trainer", "finishes j"),
+        ((*SERVING, *LEAVING, colocated("j"), lent("e0", "j", 10), left("e1")), "the supervisor", "what is left of e1"),
         ((*SERVING, by("t2", ATTACHED)), "the training loop", "publishes its next step"),
         (TARGETED, "e0, e1", "after 30 s it is excluded"),
         ((*TARGETED, fenced("e0", 1)), "e1", "stops generating"),
@@ -125,3 +133,10 @@ def test_a_request_waits_for_whoever_answers_it(asked: Any, who: str) -> None:
     history = (*SERVING, *trained("c1"), *released(1, "c1", E0, E1), dispatched("j", "c1", 2), asked)
     found = waits(*history, later_s=1.5)
     assert (found["on"], found["since_s"]) == (who, 1.5) and "of ada" in found["next"]
+
+
+def test_an_engine_whose_memory_a_job_has_is_said_to_have_released_it() -> None:
+    world = given(*SERVING, colocated("j"), lent("e0", "j", 8, "weights")).world
+    shown = status(world, 0, Policy())["engines"]
+    assert (shown["e0"]["state"], shown["e0"]["released"], shown["e0"]["holds"]) == ("released", ["weights"], None)
+    assert (shown["e1"]["state"], shown["e1"]["released"]) == ("fenced", [])

@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import logging
 import math
+import urllib.parse
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -20,7 +21,7 @@ import msgspec
 
 from consumers.reef_engine.sglang import moves, requests
 from consumers.reef_engine.sglang.adapters import Held
-from consumers.reef_engine.sglang.client import Client, words
+from consumers.reef_engine.sglang.client import CALL_S, Client, words
 from consumers.reef_engine.sglang.limits import Limits
 from consumers.reef_engine.sglang.room import Room
 from consumers.reef_engine.sglang.sums import Oracle, Sums, flaw
@@ -34,6 +35,8 @@ from reef_bus.runner import blocking
 log = logging.getLogger(__name__)
 
 SUMS_S = 300.0
+MEMORY_S = 300.0
+IDLE_S = 60.0
 KNOWN = 8
 """Versions of which the expected sums are remembered: the head and what comes next, and a few to go back to."""
 
@@ -156,6 +159,17 @@ class SGLangEngine(ContinuousBackend):
         if self.held is None:
             raise self._no_adapters()
         return self.held
+
+    # -- memory
+
+    def release(self, regions: Sequence[str]) -> None:
+        """A server that is not idle yet, as it is for a moment after its last answer, would end: it waits first."""
+        query = urllib.parse.urlencode(requests.flush_cache(IDLE_S))
+        self.client.post(f"flush_cache?{query}", {}, IDLE_S + CALL_S)
+        self.client.post("release_memory_occupation", requests.release_memory_occupation(*regions), MEMORY_S)
+
+    def resume(self, regions: Sequence[str]) -> None:
+        self.client.post("resume_memory_occupation", requests.resume_memory_occupation(*regions), MEMORY_S)
 
     def close(self) -> None:
         """Whoever started the server, the room and the oracle ends them."""

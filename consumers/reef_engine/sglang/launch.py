@@ -74,11 +74,15 @@ def model_flags(inference: Inference, folder: Path, device: str) -> list[str]:
     return found + [word for name, value in inference.options.items() for word in _option(name, value)]
 
 
-def server_flags(inference: Inference, port: int, key: str, device: str, *, spans: bool) -> list[str]:
+def server_flags(
+    inference: Inference, port: int, key: str, device: str, *, spans: bool, saver: bool = False
+) -> list[str]:
     """`spans`: an answer may be made by several versions. The server tells them apart by what it has observed when one
-    comes, and with overlapped batches that is a token late; and it must not reuse what another version computed."""
+    comes, and with overlapped batches that is a token late; and it must not reuse what another version computed.
+    `saver`: its memory can be released."""
     found = ["--host", "127.0.0.1", "--port", str(port), "--api-key", key, "--skip-server-warmup"]
     found += ["--max-running-requests", str(inference.max_batch)]
+    found += ["--enable-memory-saver"] if saver else []
     found += ["--sleep-on-idle"] if device == "cpu" else []  # one that waits would keep a core from all others
     found += ["--disable-overlap-schedule"] if spans or device == "cpu" else []
     return found + ([] if inference.prefix_cache else ["--disable-radix-cache"])

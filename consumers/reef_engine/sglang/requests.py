@@ -228,10 +228,10 @@ def unload_lora_adapter(name: str) -> Body:
     return {"lora_name": name}
 
 
-def release_memory_occupation(*tags: Literal["weights", "kv_cache", "cuda_graph"]) -> Body:
+def release_memory_occupation(*tags: str) -> Body:
     """Everything, if no tag is given."""
     return {"tags": list(tags) or None}
 
 
-def resume_memory_occupation(*tags: Literal["weights", "kv_cache", "cuda_graph"]) -> Body:
+def resume_memory_occupation(*tags: str) -> Body:
     return {"tags": list(tags) or None}

@@ -32,6 +32,7 @@ from consumers.reef_engine.sglang.room import Room, place
 from consumers.reef_engine.sglang.sums import Oracle
 from reef_bus.config import Config
 from reef_bus.core.effects import Me
+from reef_bus.core.memory import REGIONS
 from reef_bus.core.publication import IN_PLACE
 from reef_bus.errors import Rejected
 from reef_bus.runner import blocking
@@ -60,14 +61,15 @@ async def start(config: Config, me: Me, died: Callable[[str], None], stack: cont
         reference = Reference(around, run / f"{me.id}.reference.log")
         stack.callback(reference.close)
     spans = config.publication.pause == IN_PLACE
+    saver = config.training.colocate and where == "cuda"  # without a GPU the server says yes, and keeps everything
     if url := inference.urls.get(me.id):
         client = Client(url.rstrip("/"), os.environ.get(KEY, ""))
         ended = await _borrowed(config, client, spans)
     else:
         port = free_port()
         client = Client(f"http://127.0.0.1:{port}", me.boot)
-        argv = ["-m", "sglang.launch_server", *flags, *server_flags(inference, port, me.boot, where, spans=spans)]
-        argv += adapter_flags(config.adapters, where)
+        own = server_flags(inference, port, me.boot, where, spans=spans, saver=saver)
+        argv = ["-m", "sglang.launch_server", *flags, *own, *adapter_flags(config.adapters, where)]
         server = Process(argv, around, run / f"{me.id}.sglang.log")
         stack.callback(server.end)
         await server.ready(client, inference.start_s)
@@ -76,6 +78,7 @@ async def start(config: Config, me: Me, died: Callable[[str], None], stack: cont
     stack.callback(watching.cancel)
     held = Held(client, room, reference, config, where) if reference else None
     engine = SGLangEngine(inference, client, room, oracle, where, died, held, spans=spans, borrowed=bool(url))
+    engine.releases = REGIONS if saver else ()
     stack.push_async_callback(engine.disconnect)
     return engine
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from reef_bus.core.ids import BASE, LoadId, adapter_base
-from reef_bus.core.invariants import holdings
+from reef_bus.core.invariants import holdings, lending
 from reef_bus.core.invariants.records import consume
 from reef_bus.core.invariants.releases import commit, target
 from reef_bus.core.invariants.state import Content, Ledger, Open, Said
@@ -23,6 +23,8 @@ from reef_bus.events import (
     CandidateSelected,
     EngineFenced,
     EngineJoined,
+    EngineMemoryReleased,
+    EngineMemoryRestored,
     EngineStaged,
     Event,
     JobDiscarded,
@@ -47,6 +49,7 @@ def note(ledger: Ledger, recorded: Recorded) -> None:
     entry = ENTRIES.get(type(recorded.event))
     if entry:
         entry(ledger, recorded, recorded.event)
+    lending.note(ledger.lending, recorded, ledger.findings)
 
 
 def _open_log(ledger: Ledger, recorded: Recorded, event: LogOpened) -> None:
@@ -111,6 +114,14 @@ def _fence(ledger: Ledger, recorded: Recorded, event: EngineFenced) -> None:
         ledger.stops.setdefault(boot, []).append(seq)
 
 
+def _memory(ledger: Ledger, recorded: Recorded, event: EngineMemoryReleased | EngineMemoryRestored) -> None:
+    """Weights that were away are proven anew, and whoever gave memory away had stopped."""
+    if "weights" in event.regions:
+        ledger.held.pop(recorded.boot, None)
+    if type(event) is EngineMemoryReleased and event.fence == ledger.lending.fence:
+        ledger.stops.setdefault(recorded.boot, []).append(recorded.seq)
+
+
 # -- what the trainer says
 
 
@@ -144,6 +155,9 @@ def _dispatch(ledger: Ledger, recorded: Recorded, event: JobDispatched) -> None:
 
 
 def _dispatch_adapter(ledger: Ledger, recorded: Recorded, event: JobDispatched) -> None:
+    if event.colocated:
+        text = f"LOG {recorded.seq} lends engines' memory to job {event.job}; expected none where it holds adapters"
+        ledger.findings.add(lending.COLOCATED, text, [recorded.seq])
     if event.scenario not in ledger.tips:
         text = (
             f"LOG {recorded.seq} dispatches job {event.job} of {event.scenario}; the base model of adapters is frozen"
@@ -198,6 +212,8 @@ ENTRIES: Mapping[type[Event], Callable[[Ledger, Recorded, Any], None]] = {
     RollbackRequested: _ask,
     EngineJoined: _join,
     EngineFenced: _fence,
+    EngineMemoryReleased: _memory,
+    EngineMemoryRestored: _memory,
     EngineStaged: _stage,
     ReceiverVerified: _report,
     ReceiverFailed: _report,

@@ -10,6 +10,7 @@ import msgspec
 from reef_bus.core.ids import BASE
 from reef_bus.core.invariants.findings import Findings
 from reef_bus.core.invariants.holdings import Holdings
+from reef_bus.core.invariants.lending import Lending
 from reef_bus.core.invariants.records import Answers, Batches
 from reef_bus.core.start import Start
 from reef_bus.events import (
@@ -88,6 +89,7 @@ class Ledger(msgspec.Struct, kw_only=True):
     jobs: int = 0
     commits: int = 0
     proofs: int = 0
+    lending: Lending = msgspec.field(default_factory=Lending)
 
 
 def seed(ledger: Ledger, start: Start) -> None:

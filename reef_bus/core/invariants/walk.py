@@ -220,6 +220,8 @@ def _why_not(world: World, answer: Answer) -> str:
         return "this boot had left" if engine.left else "this boot was excluded"
     if fenced(world, answer.engine, answer.boot):
         return "a fence covered it"
+    if engine.released:
+        return f"its memory ({', '.join(engine.released)}) was a job's"
     proof = engine.verified
     return f"its last proof since its fence is {f'{proof.load_id} {proof.manifest}' if proof else 'none'}, not the head"
 

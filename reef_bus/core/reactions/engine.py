@@ -19,16 +19,23 @@ from reef_bus.core.membership import Engine
 from reef_bus.core.publication import STAGED, Publication
 from reef_bus.core.reactions.adapters import adapters
 from reef_bus.core.reactions.common import all_fenced, join_or_retire, word
-from reef_bus.core.serving import fenced, live, owes_head
+from reef_bus.core.reactions.memory import in_turn, lend, take_back
+from reef_bus.core.serving import fenced, live, owes_head, targeted
 from reef_bus.core.world import World
 from reef_bus.events import Member
 
 
 def engine(
-    world: World, me: Me, deadlines: Deadlines, *, written: bool = False, lost: frozenset[str] = frozenset()
+    world: World,
+    me: Me,
+    deadlines: Deadlines,
+    *,
+    written: bool = False,
+    lost: frozenset[str] = frozenset(),
+    out: tuple[str, ...] = (),
 ) -> list[Debt]:
-    """What the agent of one engine owes. What no log can know: `written`, its memory is not what it last proved, and
-    `lost`, the adapters that the engine lists no more."""
+    """What the agent of one engine owes. What no log can know: `written`, its memory is not what it last proved;
+    `lost`, the adapters that the engine lists no more; and which regions of its memory are `out`, really."""
     if not world.incarnation:
         return []
     found = world.membership.engines.get(me.id)
@@ -37,8 +44,12 @@ def engine(
     if not live(world, found):
         return [Debt(key="retire", effect=Retire(f"boot {me.boot} of {me.id} was excluded"))]
     open_ = world.publications.open
-    if open_ is not None and fenced(world, me.id, me.boot):
-        return _attempt(world, me, open_, deadlines)
+    if open_ is not None and targeted(world, me.id, me.boot):
+        return in_turn(world, found, out, _attempt(world, me, open_, deadlines))
+    if fenced(world, me.id, me.boot):
+        return lend(world, found)
+    if away := take_back(world, found, out):
+        return away
     return _head(world, found, written) or adapters(world, found, lost) or _staging(world, me, open_, deadlines)
 
 

@@ -15,8 +15,10 @@ from reef_bus.core.effects import (
 )
 from reef_bus.core.ids import LoadId, derived
 from reef_bus.core.membership import Engine, Report, current
+from reef_bus.core.memory import lending
 from reef_bus.core.publication import MAX_ATTEMPTS, STAGED, SUPERSEDED, Publication
 from reef_bus.core.reactions.common import SECOND, word
+from reef_bus.core.reactions.memory import overdue
 from reef_bus.core.reactions.operator import halts, refusals, refuse, retirements
 from reef_bus.core.requests import Request, wanted
 from reef_bus.core.residency import Refused, Residency, make_room, withdrawn
@@ -48,6 +50,8 @@ def publisher(world: World, policy: Policy, now: int, silent: frozenset[str] = f
         return [*first, refused]
     if open_:
         return first + (halts(world, open_) or _drive(world, open_, policy.deadlines, now))
+    if lending(world.handover):  # a target would need the memory that the job has
+        return first + overdue(world, policy.deadlines, now)
     return first + (_rollback(world, rollback, policy) if rollback else _next_target(world, policy))
 
 

@@ -22,8 +22,10 @@ from reef_bus.core.effects import (
     Train,
 )
 from reef_bus.core.ids import BASE
+from reef_bus.core.memory import lending
 from reef_bus.core.reactions.common import join_or_retire
 from reef_bus.core.requests import wanted
+from reef_bus.core.serving import holders
 from reef_bus.core.training import Job
 from reef_bus.core.world import World, can_still_reach
 from reef_bus.events import (
@@ -35,12 +37,14 @@ from reef_bus.events import (
     JobRestoreRequested,
     JobStarted,
     PromotionRequested,
+    RollbackRequested,
     TrainerRestored,
 )
 
 
-def trainer(world: World, me: Me, scenarios: tuple[str, ...] = ()) -> list[Debt]:
-    """What the trainer's boot owes. It trains the adapters of these `scenarios`; of none: the whole model."""
+def trainer(world: World, me: Me, scenarios: tuple[str, ...] = (), *, colocate: bool = False) -> list[Debt]:
+    """What the trainer's boot owes. It trains the adapters of these `scenarios`; of none: the whole model. With
+    `colocate` its jobs take turns with publications."""
     if not world.incarnation:
         return []
     if world.training.boot != me.boot:
@@ -52,7 +56,7 @@ def trainer(world: World, me: Me, scenarios: tuple[str, ...] = ()) -> list[Debt]
     for scenario in scenarios:
         if scenario not in world.training.adapters:
             return [_register_adapter(world, scenario)]
-    return [*_offer(world, me), *_job(world, me, scenarios)]
+    return [*_offer(world, me), *_job(world, me, scenarios, colocate)]
 
 
 def _other_kind(world: World, scenarios: tuple[str, ...]) -> str:
@@ -86,12 +90,13 @@ def _offer(world: World, me: Me) -> list[Debt]:
     ]
 
 
-def _job(world: World, me: Me, scenarios: tuple[str, ...]) -> list[Debt]:
+def _job(world: World, me: Me, scenarios: tuple[str, ...], colocate: bool) -> list[Debt]:
     training = world.training
     if training.job is None:
-        return [_next_job(world, scenarios or ("",))]
+        return _next_job(world, scenarios or ("",), colocate)
     job = training.job
-    if discard := wanted(world.requests, JobDiscardRequested, job.id):
+    stepping = lending(world.handover) and job.boot == me.boot and not job.candidate  # its end would end the fence
+    if (discard := wanted(world.requests, JobDiscardRequested, job.id)) and not stepping:
         discarded = JobDiscarded(scenario=job.scenario, job=job.id, request=discard.seq)
         return [_fact(f"discard/{discard.seq}", discarded, discard.seq, job)]
     if job.candidate:
@@ -109,6 +114,8 @@ def _start(world: World, job: Job) -> list[Debt]:
         lost = JobAmbiguous(scenario=scenario, job=job.id, attempt=job.attempt, started_by=job.boot)
         return [_fact(f"ambiguous/{job.started}", lost, job.started, job)]
     if job.ambiguous and restore is None:
+        return []
+    if lending(world.handover) and (world.publications.open or holders(world)):
         return []
     request, cause = (restore.seq, restore.seq) if restore else (0, job.seq)
     started = JobStarted(scenario=scenario, job=job.id, attempt=job.attempt + 1, request=request)
@@ -137,7 +144,7 @@ def _decide(world: World, job: Job) -> Debt:
     return Debt(key=f"decide/{job.evaluated}", effect=effect, cause=job.evaluated, correlation=job.id)
 
 
-def _next_job(world: World, scenarios: tuple[str, ...]) -> Debt:
+def _next_job(world: World, scenarios: tuple[str, ...], colocate: bool) -> list[Debt]:
     """Scenarios take turns: whose last job is longest ago comes first, if it has a batch."""
     training = world.training
     since = max(training.closed, training.registered, training.joined)
@@ -147,11 +154,13 @@ def _next_job(world: World, scenarios: tuple[str, ...]) -> Debt:
         if not can_still_reach(world, training.based(scenario)):
             named = scenario or training.scenario
             restored = TrainerRestored(scenario=named, load_id=head.load_id, candidate=head.candidate)
-            return Debt(key=f"restore/{since}/{head.seq}", effect=Append(restored), cause=head.seq)
+            return [Debt(key=f"restore/{since}/{head.seq}", effect=Append(restored), cause=head.seq)]
+    if colocate and (world.publications.open or world.queue or wanted(world.requests, RollbackRequested)):
+        return []
     turns = sorted(scenarios, key=lambda each: training.adapters[each].dispatched if each else 0)
     bases = tuple(_base(world, scenario) for scenario in turns)
     effect = AssembleBatch(bases, training.dispatched + 1, training.last_batch)
-    return Debt(key=f"batch/{since}/{'/'.join(bases)}", effect=effect, cause=since)
+    return [Debt(key=f"batch/{since}/{'/'.join(bases)}", effect=effect, cause=since)]
 
 
 def _base(world: World, scenario: str) -> str:

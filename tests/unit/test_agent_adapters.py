@@ -168,10 +168,12 @@ class Batching(AdapterMemory, ContinuousBackend):
     def __init__(self, beside: Beside) -> None:
         AdapterMemory.__init__(self, random.Random(2), beside.nemesis, 3)
         self.asked: list[Prompt] = []
-        self.go = asyncio.Event()
+        self.both, self.go = asyncio.Event(), asyncio.Event()
 
     async def answer(self, prompt: Prompt) -> Answer:
         self.asked.append(prompt)
+        if len(self.asked) == 2:
+            self.both.set()
         await self.go.wait()
         return Answer(self.generate([prompt])[0], ((L(0), 32),))
 
@@ -192,8 +194,7 @@ async def test_who_batches_by_itself_names_each_request_and_holds_its_adapter_un
     server = Continuous(beside.agent, backend, 4)
     asked = [server._enter(Prompt(ids=(1,), max_tokens=32, scenario=each)) for each in (MATH, CODE)]
     worker = asyncio.create_task(server.work())
-    while len(backend.asked) < 2:  # noqa: ASYNC110 - a fake of numbers has no event to wait for
-        await asyncio.sleep(0)
+    await asyncio.wait_for(backend.both.wait(), 5)
     unload = asyncio.create_task(beside.does(UnloadAdapter(name(MATH, 1))))
     await asyncio.sleep(0.05)
     assert [prompt.adapter for prompt in backend.asked] == [name(MATH, 1), ""] and not unload.done()

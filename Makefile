@@ -4,12 +4,13 @@
 
 BIN := .venv/bin
 SGLANG := .venv-sglang
+SHIMS := consumers/reef_engine/sglang/cpu  # what SGLang, and whoever imports transformers beside it, needs on a CPU
 PYTHON ?=
 ARGS ?=
 export PYTHON
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-sglang test test-sglang test-gpu lint format kill-matrix simulate bench bench-baselines schemas clean prepare-demo prepare-dev prepare-bench prepare-sglang
+.PHONY: help demo demo-lora demo-sglang test test-sglang test-gpu lint format kill-matrix simulate bench bench-baselines schemas clean prepare-demo prepare-lora prepare-dev prepare-bench prepare-sglang
 
 help:  ## what there is
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-15s %s\n", $$1, $$2}' Makefile
@@ -17,15 +18,18 @@ help:  ## what there is
 demo: prepare-demo  ## a policy that learns while it serves, every version through the log
 	@$(BIN)/reef-bus demo $(ARGS)
 
+demo-lora: prepare-lora  ## two scenarios, each with a LoRA adapter of its own over one frozen base model
+	@$(BIN)/reef-bus demo --lora $(ARGS)
+
 demo-sglang: prepare-sglang  ## the same over two real SGLang servers on this CPU; five minutes, 2.8 GB; x86-64 Linux
-	@$(SGLANG)/bin/reef-bus demo --engine sglang $(ARGS)
+	@PYTHONPATH=$(SHIMS) $(SGLANG)/bin/reef-bus demo --engine sglang $(ARGS)
 
 # A worker that ends is not replaced: pytest-xdist 3.8 would then wait for ever under loadfile.
 test: lint $(if $(ARGS),,simulate)  ## lint, types, import rules, 2,000 simulated seeds, then the tests with a coverage report
 	@$(BIN)/python -m pytest -n 2 --dist loadfile --max-worker-restart=0 --cov --cov-report=term --durations=20 --durations-min=5 $(ARGS)
 
 test-sglang: prepare-sglang  ## an unmodified SGLang server on this CPU, driven by our engine; x86-64 Linux
-	@$(SGLANG)/bin/python -m pytest -q tests/sglang $(ARGS)
+	@PYTHONPATH=$(SHIMS) $(SGLANG)/bin/python -m pytest -q tests/sglang $(ARGS)
 
 test-gpu:  ## what only a GPU can show, with the python that is there: it needs the extras sglang and test; 8 minutes
 	@timeout 480 $(or $(PYTHON),python3) -m pytest -q -m gpu tests/sglang tests/unit/test_torch_group.py $(ARGS)
@@ -63,6 +67,9 @@ clean:  ## remove the environments and what the tools left
 prepare-demo:
 	@sh deploy/prepare.sh demo
 
+prepare-lora:
+	@sh deploy/prepare.sh demo lora
+
 prepare-dev:
 	@sh deploy/prepare.sh demo dev
 
@@ -70,4 +77,4 @@ prepare-bench:
 	@sh deploy/prepare.sh demo dev bench
 
 prepare-sglang:
-	@sh deploy/prepare.sh --into $(SGLANG) demo test --sglang
+	@sh deploy/prepare.sh --into $(SGLANG) demo lora test --sglang

@@ -174,7 +174,8 @@ class InferenceBackend(ABC):
 
     @abstractmethod
     def generate(self, prompts: Sequence[Prompt]) -> list[Completion]:
-        """Sample one completion per prompt, in order. Never runs while `live` is being written."""
+        """Sample one completion per prompt, in order. Never runs while `live` is being written. Raises NotHeld where a
+        prompt names an adapter that is not there."""
 
     def generate_until(self, prompts: Sequence[Prompt], stop: Stop, kept: Any = None) -> Generation:
         """As `generate`; but as soon as `stop` says so, end between two tokens, with what there is. Given what it
@@ -211,7 +212,7 @@ class InferenceBackend(ABC):
         raise self._no_adapters()
 
     def resident(self) -> frozenset[str]:
-        """The names of all adapters that the engine lists."""
+        """The names of all adapters that the engine lists. Raises TransferError if it refuses to say."""
         return frozenset()
 
     def _no_adapters(self) -> ContractError:
@@ -237,7 +238,7 @@ class ContinuousBackend(InferenceBackend):
     @abstractmethod
     async def answer(self, prompt: Prompt) -> Answer:
         """One completion. Cancelled, the engine is rid of the prompt. Raises Rejected for one that it cannot serve, or
-        does not answer as it should, and Unavailable when the engine cannot be reached."""
+        does not answer as it should, NotHeld as `generate`, and Unavailable when the engine cannot be reached."""
 
     @abstractmethod
     async def abort(self) -> None:

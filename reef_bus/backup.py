@@ -23,7 +23,7 @@ from reef_bus.core.retention import retention
 from reef_bus.core.start import Start, encode_start
 from reef_bus.core.void import RULES
 from reef_bus.errors import ContractError, Rejected, TransferError
-from reef_bus.events import Blob, CandidateReady, LogOpened, Recorded, ScenarioRegistered
+from reef_bus.events import AdapterRegistered, Blob, CandidateReady, LogOpened, Recorded, ScenarioRegistered
 from reef_bus.jetstream import JetStreamJournal
 from reef_bus.journal import LOG, RECORDS
 from reef_bus.roll import folded, open_from, sha256, start_after, sync
@@ -88,12 +88,12 @@ def _blobs(recorded: Recorded) -> Iterator[str]:
     event = recorded.event
     values = [getattr(event, field) for field in event.__struct_fields__]
     yield from (value.digest for value in values if isinstance(value, Blob))
-    if isinstance(event, ScenarioRegistered | CandidateReady):  # what others say of a digest may be about other bytes
+    if isinstance(event, ScenarioRegistered | AdapterRegistered | CandidateReady):  # others may speak of other bytes
         yield event.manifest
 
 
 def _of_start(start: Start) -> Iterator[str]:
-    for release in start.releases:
+    for release in (*start.releases, *(adapter.origin for adapter in start.adapters)):
         yield from (release.weights.digest, release.manifest)
     for candidate in start.candidates:
         yield from (candidate.weights.digest, candidate.manifest)

@@ -52,16 +52,16 @@ def write_checkpoint(folder: Path, pieces: Pieces, shard_bytes: int = SHARD_BYTE
 
     Raises Rejected for what safetensors cannot store and for a folder that holds a checkpoint, Unavailable for a disk
     that takes no more."""
-    with _writing(folder):
+    with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
         if taken := next((name for name in (INDEX, WHOLE) if (folder / name).exists()), None):
             raise Rejected(f"{folder / taken} is there already: write a checkpoint into a folder of its own")
         shards = list(_shards(pieces, shard_bytes))
         names = [WHOLE] if len(shards) == 1 else [_name(n, len(shards)) for n in range(1, len(shards) + 1)]
         for name, shard in zip(names, shards, strict=True):
-            _write(folder / name, _of(shard))
+            write_whole(folder / name, _of(shard))
         if len(shards) > 1:
-            _write(folder / INDEX, _naming(dict(zip(names, shards, strict=True))))
+            write_whole(folder / INDEX, _naming(dict(zip(names, shards, strict=True))))
             names.append(INDEX)
     return [folder / name for name in names]
 
@@ -126,7 +126,7 @@ def _naming(shards: Mapping[str, Pieces]) -> Callable[[BinaryIO], None]:
     return lambda file: file.writelines([text, b"\n"])
 
 
-def _write(path: Path, write: Callable[[BinaryIO], None]) -> None:
+def write_whole(path: Path, write: Callable[[BinaryIO], None]) -> None:
     """Whole or not at all, and durable."""
     draft = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
@@ -141,7 +141,8 @@ def _write(path: Path, write: Callable[[BinaryIO], None]) -> None:
 
 
 @contextlib.contextmanager
-def _writing(folder: Path) -> Iterator[None]:
+def writing(folder: Path) -> Iterator[None]:
+    """What the disk refuses is Unavailable."""
     try:
         yield
     except OSError as error:

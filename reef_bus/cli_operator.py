@@ -48,9 +48,10 @@ def actor(args: argparse.Namespace) -> str:
         raise Rejected("this system does not say who its user is; --actor NAME says it") from error
 
 
-def decided_on(world: World) -> str:
-    """The head that the person could see."""
-    return world.publications.head.load_id if world.publications.head else ""
+def decided_on(world: World, scenario: str = "") -> str:
+    """The scenario's head that the person could see."""
+    head = world.publications.head_of(scenario)
+    return head.load_id if head else ""
 
 
 REQUESTS: Mapping[str, type[OperatorEvent]] = {
@@ -69,7 +70,8 @@ async def request(args: argparse.Namespace) -> int:
     who, kind = actor(args), REQUESTS[args.request]
 
     def build(world: World) -> OperatorEvent:
-        said = {"actor": who, "why": args.why, "head": decided_on(world), **_named(world, args)}
+        named = _named(world, args)
+        said = {"actor": who, "why": args.why, "head": decided_on(world, named["scenario"]), **named}
         return kind(**{field: said[field] for field in kind.__struct_fields__})
 
     return say_answer(args, await ask(args, build))
@@ -78,7 +80,7 @@ async def request(args: argparse.Namespace) -> int:
 def _named(world: World, args: argparse.Namespace) -> dict[str, str]:
     """What the command line names, and what the log knows with it. Raises Rejected for what the log never had."""
     said = {"scenario": world.training.scenario, **{word: getattr(args, word) for word in args.words}}
-    _known("scenario", said["scenario"], [world.training.scenario])
+    _known("scenario", said["scenario"], [world.training.scenario, *world.training.adapters])
     if "engine" in said:
         _known("engine", args.engine, world.membership.engines)
         said["boot"] = world.membership.engines[args.engine].boot

@@ -2,6 +2,7 @@
 
 ReefError
 ├── Rejected        show it to whoever asked; nothing changed
+│   └── NotHeld     prove again what the engine holds, and ask again
 ├── Conflict        read again, decide again
 ├── Unavailable     retry with back-off
 ├── ContractError   halt this consumer and say where
@@ -24,6 +25,10 @@ class Rejected(ReefError):
     def __init__(self, message: str, status: int = 400) -> None:
         super().__init__(message)
         self.status = status
+
+
+class NotHeld(Rejected):
+    """An engine has no adapter of the name that a prompt asks for: no mistake of whoever asked."""
 
 
 class Conflict(ReefError):

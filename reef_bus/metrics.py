@@ -45,9 +45,18 @@ class Figures(Collector):
             number, age = parse_load_id(release.load_id).sequence, self._since(release.time)
             yield GaugeMetricFamily("reef_release_sequence", "number in the head's load id", number)
             yield GaugeMetricFamily("reef_release_age_seconds", "since the head was committed", age)
+        yield self._adapters()
         yield GaugeMetricFamily("reef_fence_seconds", "how long the present fence has been up", self._since(fence))
         yield GaugeMetricFamily("reef_engines_serving", "engines that may generate", len(serving(world)))
         yield self._restarts()
+
+    def _adapters(self) -> Metric:
+        family = GaugeMetricFamily(
+            "reef_adapter_release_sequence", "number in the load id of a scenario's head", labels=["scenario"]
+        )
+        for scenario, head in sorted(self.world.publications.adapters.items()):
+            family.add_metric([scenario], parse_load_id(head.load_id).sequence)
+        return family
 
     def _since(self, then: int) -> float:
         return max(0, self.now - then) / SECOND

@@ -35,6 +35,7 @@ def hugging_face_config(config: PolicyConfig) -> dict[str, Any]:
         "head_dim": config.head_dim,
         "max_position_embeddings": config.max_len,
         "rms_norm_eps": RMS_EPS,
+        "initializer_range": config.init_std,
         "rope_theta": config.rope_theta,
         "hidden_act": "silu",
         "attention_bias": False,
@@ -65,6 +66,7 @@ class _Shape(msgspec.Struct, frozen=True):
     num_key_value_heads: int
     max_position_embeddings: int
     rope_theta: float
+    initializer_range: float = PolicyConfig().init_std
 
 
 def read_policy_config(folder: Path) -> PolicyConfig:
@@ -82,6 +84,7 @@ def read_policy_config(folder: Path) -> PolicyConfig:
         kv_heads=shape.num_key_value_heads,
         ffn=shape.intermediate_size,
         max_len=shape.max_position_embeddings,
+        init_std=shape.initializer_range,
         rope_theta=shape.rope_theta,
         qk_norm=shape.model_type == QWEN3["model_type"],
     )

@@ -72,12 +72,14 @@ class Weight(nn.Module):
         self.weight = nn.Parameter(torch.full(shape, float("nan")))
 
 
-class Linear(Weight):
-    def __init__(self, inputs: int, outputs: int) -> None:
-        super().__init__(outputs, inputs)
+class Linear(nn.Linear):
+    """torch's own for whoever looks for one, as PEFT does; but for how it is made, as `Weight`."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight)
+    def __init__(self, inputs: int, outputs: int) -> None:
+        nn.Module.__init__(self)
+        self.in_features, self.out_features = inputs, outputs
+        self.weight = nn.Parameter(torch.full((outputs, inputs), float("nan")))
+        self.register_parameter("bias", None)
 
 
 class Embedding(Weight):

@@ -64,10 +64,10 @@ class Producer:
         return str(answer["agent_record_id"])
 
     async def release(self, after: str = "") -> str:
-        """Wait until another release than `after` is the head; returns its load id."""
+        """Wait until another release than `after` is the scenario's head; returns its load id."""
         while True:
             status, _ = await self._call("GET", "/reef/status", None, {})
-            head = status["head"]
+            head = status["adapters"].get(self.headers.get(SCENARIO)) or status["head"]
             if head and head["load_id"] != after:
                 return str(head["load_id"])
             await asyncio.sleep(POLL_S)

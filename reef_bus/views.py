@@ -11,7 +11,8 @@ from reef_bus.config import ATTACHED
 from reef_bus.core.effects import Policy
 from reef_bus.core.publication import FENCED, Publication
 from reef_bus.core.reactions.common import word
-from reef_bus.core.serving import fenced, live, may_generate, present
+from reef_bus.core.residency import Residency
+from reef_bus.core.serving import fenced, live, may_generate, present, serving, version
 from reef_bus.core.supervision import Component
 from reef_bus.core.training import Job
 from reef_bus.core.world import World
@@ -37,6 +38,7 @@ def status(world: World, now: int, policy: Policy) -> dict[str, Any]:
         "model": training.model,
         "head": {"load_id": head.load_id, "candidate": head.candidate, "manifest": head.manifest} if head else None,
         "releases": len(published.releases),
+        "adapters": {scenario: _adapter(world, scenario) for scenario in training.adapters},
         "engines": {name: _engine(world, name) for name in sorted(world.membership.engines)},
         "trainer": {"boot": training.boot, "jobs": training.dispatched},
         "open_job": {"job": training.job.id, "attempt": training.job.attempt} if training.job else None,
@@ -58,13 +60,32 @@ def _component(component: Component) -> dict[str, Any]:
     }
 
 
+def _adapter(world: World, scenario: str) -> dict[str, Any]:
+    """A scenario's head, and which engines answer with it."""
+    head = world.publications.adapters[scenario]
+    able = [engine.id for engine in serving(world) if version(world, engine, scenario)]
+    return {"load_id": head.load_id, "candidate": head.candidate, "manifest": head.manifest, "engines": able}
+
+
 def _engine(world: World, name: str) -> dict[str, Any]:
     engine = world.membership.engines[name]
-    return {
+    shown = {
         "boot": engine.boot,
         "url": engine.url,
         "state": engine_state(world, name),
         "holds": engine.verified.load_id if engine.verified else None,
+    }
+    return {**shown, "adapters": _residency(engine.residency)} if engine.residency else shown
+
+
+def _residency(held: Residency) -> dict[str, Any]:
+    """What a boot holds; `leaked` adapters keep their places, and nobody may use them."""
+    slots = held.slots.items()
+    return {
+        "capacity": held.capacity,
+        "resident": sorted(name for name, slot in slots if slot.load_ids),
+        "leaked": sorted(name for name, slot in slots if slot.leaked),
+        "expected": sorted(name for name, slot in slots if not slot.load_ids and not slot.leaked),
     }
 
 
@@ -116,6 +137,10 @@ def waiting(world: World, now: int, policy: Policy) -> dict[str, Any]:
     if behind:
         since = max(_moved(world, "release"), *(_moved(world, f"engine.{name}") for name in behind))
         return _wait(", ".join(behind), since, now, "it loads and proves the head")
+    if lacking := _lacking(world):
+        engine, scenario = lacking
+        since = max(_moved(world, "release"), _moved(world, f"engine.{engine}"))
+        return _wait(engine, since, now, f"it loads and proves the adapter of {scenario}")
     if world.training.job:
         return _waiting_for_training(world, world.training.job, now)
     if world.training.backend == ATTACHED:
@@ -124,13 +149,19 @@ def waiting(world: World, now: int, policy: Policy) -> dict[str, Any]:
     return _wait("the harness", _moved(world, "train"), now, then)
 
 
+def _lacking(world: World) -> tuple[str, str] | None:
+    """An engine that serves, and a scenario whose adapter it does not hold yet."""
+    pairs = ((engine, scenario) for engine in serving(world) for scenario in world.training.adapters)
+    return next(((engine.id, scenario) for engine, scenario in pairs if not version(world, engine, scenario)), None)
+
+
 def _moved(world: World, family: str) -> int:
     """When (ns) something last counted in a family; 0: never."""
     return world.tails[family].time if family in world.tails else 0
 
 
 def _waiting_for_training(world: World, job: Job, now: int) -> dict[str, Any]:
-    since, scenario = _moved(world, "train"), world.training.scenario
+    since, scenario = _moved(world, "train"), job.scenario
     if job.ambiguous:
         then = (
             f"nothing by itself: boot {job.boot} died inside attempt {job.attempt} of {job.id} and trains in place. "

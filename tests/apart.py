@@ -1,8 +1,9 @@
 """A model of an engine that is apart: a server with a layout of its own, and the backend that drives it.
 
 Knows: the contract of continuous backends, three tensors. Must not know: the log, agents, or who asks.
-The server is right, token by token, unless a switch says otherwise: `updates` and `answers` are what befalls the next
-ones, and the roads there and back are open or not. What it should hold is worked out here from the room alone.
+The server is right, token by token, unless a switch says otherwise: `updates`, `answers`, `adapter_loads` and
+`adapter_unloads` are what befalls the next ones, and the roads there and back are open or not. What it should hold is
+worked out here from the room, and from the adapters that were handed in, alone.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ from typing import Literal
 
 from reef_bus.backends import Answer, Completion, ContinuousBackend, Layout, Piece, Pieces, Prompt, Proof
 from reef_bus.core.publication import PAUSES
-from reef_bus.errors import Rejected, TransferError, Unavailable
+from reef_bus.errors import NotHeld, Rejected, TransferError, Unavailable
+from reef_bus.events import Lora
+from reef_bus.manifest import describe
 
 VOCABULARY, LONGEST = 64, 256
 ROWS, COLUMNS, HEADS = 3, 5, 16
@@ -25,6 +28,13 @@ LAYOUTS: dict[str, Layout] = {
     "head": ("U8", (ROWS, COLUMNS), ROWS * COLUMNS),
     "k": ("U8", (HEADS,), HEADS),
     "q": ("U8", (HEADS,), HEADS),
+}
+
+LORA = Lora(2, 4, ("head",))
+ADAPTER_BYTES = LORA.rank * (COLUMNS + ROWS)
+ADAPTER: dict[str, Layout] = {
+    "base_model.model.head.lora_A.weight": ("U8", (LORA.rank, COLUMNS), LORA.rank * COLUMNS),
+    "base_model.model.head.lora_B.weight": ("U8", (ROWS, LORA.rank), ROWS * LORA.rank),
 }
 
 Update = Literal[
@@ -37,6 +47,13 @@ Fate = Literal[
 ]
 """What becomes of a request."""
 
+Load = Literal["", "refuses", "fails and holds it", "loads nothing", "loads another", "flips a bit", "scales it twice"]
+"""What becomes of an adapter that is to be loaded. All but the first two faults say that they succeeded."""
+
+Unload = Literal["", "refuses", "leaks", "lost"]
+"""What becomes of one that is to go. One that `leaks` is not listed, and answered all the same; of `lost` nobody hears,
+and it is gone."""
+
 
 def version(name: str) -> Pieces:
     """The tensors of one version, as anybody would publish them."""
@@ -48,19 +65,41 @@ def version(name: str) -> Pieces:
     }
 
 
-def next_token(q: bytes, k: bytes, head: bytes, prompt: Prompt, before: Sequence[int]) -> tuple[int, float]:
-    """The model: every byte of the weights and every token so far has a say in the next one."""
-    drawn = hashlib.sha256(b"|".join([q, k, head, repr((prompt.ids, prompt.seed, tuple(before))).encode()])).digest()
+def adapter(name: str) -> tuple[Pieces, Lora]:
+    """One adapter, as anybody would publish it."""
+    drawn = hashlib.sha512(f"adapter {name}".encode()).digest()
+    (a, (dtype, of_a, size)), (b, (_, of_b, rest)) = ADAPTER.items()
+    tensors = {
+        a: Piece(dtype, of_a, memoryview(drawn[:size])),
+        b: Piece(dtype, of_b, memoryview(drawn[size : size + rest])),
+    }
+    return tensors, LORA
+
+
+def fused(given: Mapping[str, bytes], lora: Lora) -> bytes:
+    """An adapter as the server lays it out: B before A, and its scale."""
+    a, b = (given[name] for name in ADAPTER)
+    return b + a + repr(lora.alpha / lora.rank).encode()
+
+
+def next_token(
+    q: bytes, k: bytes, head: bytes, prompt: Prompt, before: Sequence[int], added: bytes = b""
+) -> tuple[int, float]:
+    """The model: every byte of the weights, of an adapter that was `added`, and every token so far has a say."""
+    asked = repr((prompt.ids, prompt.seed, tuple(before))).encode()
+    drawn = hashlib.sha256(b"|".join([q, k, head, asked, *([added] if added else [])])).digest()
     return drawn[0] % VOCABULARY, -(1 + drawn[1]) / 256
 
 
-def by_hand(prompt: Prompt, *parts: tuple[str, int]) -> Completion:
+def by_hand(prompt: Prompt, *parts: tuple[str, int], with_adapter: str = "") -> Completion:
     """The answer whose tokens come from these versions, so many from each; from what was published, and no server."""
     ids, logprobs = list[int](), list[float]()
+    tensors, lora = adapter(with_adapter)
+    added = fused({each: bytes(piece.data) for each, piece in tensors.items()}, lora) if with_adapter else b""
     for name, count in parts:
         q, k, head = (bytes(version(name)[tensor].data) for tensor in ("q", "k", "head"))
         for _ in range(count):
-            token, logprob = next_token(q, k, head, prompt, ids)
+            token, logprob = next_token(q, k, head, prompt, ids, added)
             ids.append(token)
             logprobs.append(logprob)
     return Completion(ids=tuple(ids), logprobs=tuple(logprobs), finish_reason="length")
@@ -99,6 +138,8 @@ class Server:
         self.parameters = {"qk": bytearray(b"\xa5" * 2 * HEADS), "head_t": bytearray(b"\xa5" * ROWS * COLUMNS)}
         self.label = "default"
         self.updates, self.answers = deque[Update](), deque[Fate]()
+        self.adapter_loads, self.adapter_unloads = deque[Load](), deque[Unload]()
+        self.adapters, self.leaked = dict[str, bytes](), dict[str, bytes]()
         self.hold_at: int | None = None  # no request goes beyond that many tokens
         self.there, self.back = asyncio.Event(), asyncio.Event()  # the roads: whoever is on its way waits for them
         self.there.set()
@@ -147,7 +188,8 @@ class Server:
     def _forward(self, request: Request) -> tuple[int, float]:
         qk, turned = self.parameters["qk"], self.parameters["head_t"]
         head = bytes(turned[column * ROWS + row] for row in range(ROWS) for column in range(COLUMNS))
-        return next_token(bytes(qk[:HEADS]), bytes(qk[HEADS:]), head, request.prompt, request.ids)
+        added = self.answering(request.prompt.adapter) if request.prompt.adapter else b""
+        return next_token(bytes(qk[:HEADS]), bytes(qk[HEADS:]), head, request.prompt, request.ids, added)
 
     def abort_all(self) -> None:
         self.aborts += 1
@@ -170,10 +212,49 @@ class Server:
         if fate != "forgets the label":
             self.label = label
 
+    def answering(self, name: str) -> bytes:
+        """The adapter that answers under this name. Raises Rejected where there is none."""
+        found = self.adapters.get(name, self.leaked.get(name))
+        if found is None:
+            raise NotHeld(f"no adapter {name} is loaded")
+        return found
+
+    def load_adapter(self, name: str, held: bytes) -> None:
+        fate = self.adapter_loads.popleft() if self.adapter_loads else ""
+        if fate == "refuses" or name in self.adapters:
+            raise TransferError("refused", f"/load: 400 not {name}")
+        if fate in ("loads another", "flips a bit"):
+            held = bytes([held[0] ^ (0xFF if fate == "loads another" else 0x10), *held[1:]])
+        if fate == "scales it twice":
+            held = held[:ADAPTER_BYTES] + repr(2 * float(held[ADAPTER_BYTES:])).encode()
+        if fate != "loads nothing":
+            self.adapters[name] = held
+        if fate == "fails and holds it":
+            raise TransferError("refused", f"/load: 500 something went wrong with {name}")
+
+    def unload_adapter(self, name: str) -> None:
+        using = [request for request in self.in_hand.values() if request.prompt.adapter == name]
+        assert not using, f"adapter {name} goes while {len(using)} requests ask for it"
+        fate = self.adapter_unloads.popleft() if self.adapter_unloads else ""
+        if fate == "refuses":
+            raise TransferError("refused", f"/unload: 400 not {name}")
+        held = self.adapters.pop(name, None)
+        if held is not None and fate == "leaks":
+            self.leaked[name] = held
+        if fate == "lost":
+            raise Unavailable("the server gave no answer to /unload")
+
+    def sum_of(self, name: str) -> str:
+        self.heard()
+        return hashlib.sha256(self.answering(name)).hexdigest()[:16]
+
     def sums(self) -> dict[str, str]:
+        self.heard()
+        return {name: hashlib.sha256(data).hexdigest()[:16] for name, data in self.parameters.items()}
+
+    def heard(self) -> None:
         if self.mute:
             raise TransferError("refused", "/sums: 500 not now")
-        return {name: hashlib.sha256(data).hexdigest()[:16] for name, data in self.parameters.items()}
 
 
 # -- the backend
@@ -194,12 +275,14 @@ class Apart(ContinuousBackend):
     stages = True
     pauses = PAUSES
     apart = True
+    adapters = 4
 
     def __init__(self, server: Server | None = None) -> None:
         self.server = server or Server()
         self._room: Pieces = {}
         self._layouts: dict[str, Layout] = {}
         self._expected: dict[str, dict[str, str]] = {}
+        self._adapters: dict[str, dict[str, bytes]] = {}
 
     def start(self) -> None: ...
 
@@ -242,6 +325,38 @@ class Apart(ContinuousBackend):
             flaw = f"the server calls what it holds {self.server.label!r}, expected {load_id!r}"
         return Proof(flaw, len(expected), "sha256-64")
 
+    def load_adapter(self, name: str, tensors: Pieces, lora: Lora) -> None:
+        found = {each: (piece.dtype, tuple(piece.shape), piece.data.nbytes) for each, piece in tensors.items()}
+        if found != ADAPTER or (lora.rank, lora.targets) != (LORA.rank, LORA.targets):
+            raise TransferError("mismatch", f"tensors {sorted(found)} are no adapter of this model")
+        if len(self.server.adapters) >= self.adapters:
+            raise TransferError("memory", f"{self.adapters} adapters are all that the server holds")
+        given = self._adapters[describe(tensors).digest] = {each: bytes(p.data) for each, p in tensors.items()}
+        self.server.load_adapter(name, fused(given, lora))
+
+    def adapter_proof(self, name: str, manifest: str, lora: Lora) -> Proof:
+        given = self._adapters.get(manifest)
+        if given is None or name not in self.server.adapters:
+            return Proof(f"nobody has loaded {manifest}, or the server does not list {name}", 0, "")
+        expected, found = hashlib.sha256(fused(given, lora)).hexdigest()[:16], self.server.sum_of(name)
+        flaw = "" if found == expected else f"adapter {name} sums up to {found}, expected {expected}"
+        return Proof(flaw, len(given), "sha256-64")
+
+    def unload_adapter(self, name: str) -> str:
+        """Believed by what the server lists and answers afterwards."""
+        try:
+            self.server.unload_adapter(name)
+        except (TransferError, Unavailable) as error:
+            said = str(error)
+        else:
+            said = "it said that it did"
+        if name in self.server.adapters:
+            return f"the server lists {name} still: {said}"
+        return f"the server answers {name} still: {said}" if name in self.server.leaked else ""
+
+    def resident(self) -> frozenset[str]:
+        return frozenset(self.server.adapters)
+
     def generate(self, prompts: Sequence[Prompt]) -> list[Completion]:
         for prompt in prompts:
             _check(prompt)
@@ -254,6 +369,8 @@ class Apart(ContinuousBackend):
         _check(prompt)
         await self.server.there.wait()
         self._alive()
+        if prompt.adapter:
+            self.server.answering(prompt.adapter)
         task, request = self.server.enter(prompt)
         try:
             await request.ended.wait()

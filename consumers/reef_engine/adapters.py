@@ -17,7 +17,7 @@ from reef_bus.backends import InferenceBackend, Pieces, Proof
 from reef_bus.core.effects import LoadAdapter, UnloadAdapter
 from reef_bus.core.ids import parse_adapter_name
 from reef_bus.core.world import World
-from reef_bus.errors import ContractError, TransferError
+from reef_bus.errors import ContractError, TransferError, Unavailable
 from reef_bus.events import AdapterLeaked, AdapterUnloaded, EngineLeft, EngineStaged, Event, ReceiverFailed
 from reef_bus.manifest import Manifest
 from reef_bus.runner import blocking
@@ -42,6 +42,7 @@ class Adapters:
         self.backend = backend
         self.store = store
         self.lost: frozenset[str] = frozenset()  # what the log says is held, and the engine does not list
+        self._loads = set[str]()  # what this boot has loaded; the log may not have been told yet
         self.doubted = False  # since it may be another engine than that which held them
         self._most = most
         self._received = received
@@ -55,8 +56,7 @@ class Adapters:
 
     async def resident(self) -> tuple[str, ...]:
         """Those of ours that a boot finds: an engine that somebody else runs may hold others of its own."""
-        listed = await blocking(self.backend.resident) if self.most() else ()
-        return tuple(sorted(filter(_ours, listed)))
+        return tuple(sorted(filter(_ours, await self._listed()))) if self.most() else ()
 
     def doubt(self) -> None:
         """Nobody is answered with any of them until it was looked which are there."""
@@ -69,10 +69,17 @@ class Adapters:
     async def look(self, world: World) -> None:
         """Whether the engine lists all that it was proven to hold: it may have been another one meanwhile."""
         found = world.membership.engines.get(self.engine)
-        if found and found.residency and found.residency.slots:
+        if found and found.residency and (found.residency.slots or self._loads):
             proven = frozenset(name for name, slot in found.residency.slots.items() if slot.load_ids)
-            self.lost = proven - await blocking(self.backend.resident)
+            self.lost = (proven | self._loads) - await self._listed()
         self.doubted = False
+
+    async def _listed(self) -> frozenset[str]:
+        try:
+            found: frozenset[str] = await blocking(self.backend.resident)
+        except TransferError as error:
+            raise Unavailable(f"the engine does not say which adapters it holds: {error}") from error
+        return found
 
     @contextlib.contextmanager
     def leased(self, name: str) -> Iterator[None]:
@@ -88,16 +95,16 @@ class Adapters:
 
     async def load(self, effect: LoadAdapter, world: World) -> Event:
         """First of all, be rid of what an earlier load left that was given up before anybody could say so."""
-        for name in await blocking(self._strays, effect, world):
+        for name in self._strays(effect, world, await self._listed()):
             if why := await blocking(self._unload, name):
                 return AdapterLeaked(engine=self.engine, adapter=name, detail=why)
         return await self._loaded(effect)
 
-    def _strays(self, effect: LoadAdapter, world: World) -> list[str]:
+    def _strays(self, effect: LoadAdapter, world: World, listed: frozenset[str]) -> list[str]:
         found = world.membership.engines.get(self.engine)
         known = found.residency.slots.keys() if found and found.residency else set()
         known = known | {effect.name} if effect.held else known - {effect.name}
-        return sorted(name for name in self.backend.resident() if _ours(name) and name not in known)
+        return sorted(name for name in listed if _ours(name) and name not in known)
 
     async def _loaded(self, effect: LoadAdapter) -> Event:
         began = asyncio.get_running_loop().time()
@@ -126,6 +133,7 @@ class Adapters:
         """What is read is hashed on its way; what the engine made of it is the engine's to prove."""
         if not effect.held:
             self.lost -= {effect.name}
+            self._loads.add(effect.name)
             tensors = read(self.store, effect.weights.digest, manifest)
             self._received(tensors, effect.load_id)
             self.backend.load_adapter(effect.name, tensors, effect.lora)

@@ -18,7 +18,7 @@ from consumers.reef_engine.endpoint import MAX_RETRACTIONS, Endpoint, Waiting
 from reef_bus.backends import Answer, Completion, ContinuousBackend, Generated, Prompt
 from reef_bus.core.publication import DRAIN, IN_PLACE, RETRACT
 from reef_bus.core.serving import Version, may_continue
-from reef_bus.errors import Rejected, Unavailable
+from reef_bus.errors import NotHeld, Rejected, Unavailable
 from reef_bus.events import Span
 
 log = logging.getLogger(__name__)
@@ -182,6 +182,8 @@ class Continuous(Endpoint):
             return self.again.appendleft(request)
         try:
             answer = task.result()
+        except NotHeld:
+            return self.lost(request.waiting)
         except Rejected as error:
             return _tell(request, error)
         if not answer.completion.finish_reason:

@@ -74,6 +74,11 @@ class Endpoint(ABC):
         waiting.done.add_done_callback(self._asked.discard)
         return waiting.done
 
+    def lost(self, waiting: Waiting) -> None:
+        """The engine has not what the fold says that it has: what it holds is to be proven again."""
+        self.agent.doubt()
+        self.missing(waiting)
+
     def missing(self, waiting: Waiting) -> None:
         """Its gateway knows more than we, or less: it is asked elsewhere, or later."""
         if not waiting.done.done():

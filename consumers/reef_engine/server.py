@@ -15,7 +15,7 @@ from consumers.reef_engine.endpoint import MAX_RETRACTIONS, Endpoint, Waiting
 from reef_bus.backends import Completion, Generation, Stop
 from reef_bus.core.publication import RETRACT
 from reef_bus.core.serving import Version, may_continue
-from reef_bus.errors import Rejected
+from reef_bus.errors import NotHeld, Rejected
 from reef_bus.events import Span
 from reef_bus.runner import blocking
 
@@ -88,6 +88,8 @@ class Server(Endpoint):
             if len(batch.requests) > 1:
                 for waiting in batch.requests:
                     await self._serve(_Batch(waiting), 1)
+            elif isinstance(error, NotHeld):
+                self.lost(batch.requests[0])
             elif not batch.requests[0].done.done():
                 batch.requests[0].done.set_exception(error)
         finally:

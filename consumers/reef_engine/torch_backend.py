@@ -13,16 +13,20 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from reef_bus.backends import Completion, Generation, InferenceBackend, Pieces, Prompt, Stop, never
+from consumers.reef_engine.torch_adapters import Adapters
+from reef_bus.backends import Completion, Generation, InferenceBackend, Pieces, Prompt, Proof, Stop, never
 from reef_bus.core.publication import PAUSES
 from reef_bus.errors import ContractError, Rejected, TransferError
+from reef_bus.events import Lora
 from reef_bus.policy import Policy, PolicyConfig, Sampling, pieces
 
 
 class Group(NamedTuple):
-    """Prompts of a batch that one forward pass can serve together: their places in it, and how far they have come."""
+    """Prompts of a batch that one forward pass can serve together: their places in it, the adapter that they all ask
+    for, and how far they have come."""
 
     places: list[int]
+    adapter: str
     sampling: Sampling
 
 
@@ -30,10 +34,12 @@ class TorchEngine(InferenceBackend):
     """Answers have exactly `max_tokens` tokens: no id ends one, eos included, so finish_reason is always "length".
 
     The copies are two whole modules, and a batch's KV cache lives and dies with its batch: so a swap leaves nothing of
-    the old weights behind, but in a batch that was stopped and is to go on."""
+    the old weights behind, but in a batch that was stopped and is to go on. Nothing bounds how many adapters there are
+    but memory."""
 
     stages = True
     pauses = PAUSES
+    adapters = None
 
     def __init__(self, config: PolicyConfig | None = None, seed: int | None = None) -> None:
         """`seed` fixes the draws of prompts that bring none; without it they differ from run to run."""
@@ -42,6 +48,7 @@ class TorchEngine(InferenceBackend):
         self._live: Pieces = {}
         self._beside: Policy | None = None
         self._staged: Pieces = {}
+        self._adapters = Adapters()
         self._generator = torch.Generator()
         self._generator.manual_seed(self._generator.seed() if seed is None else seed)
 
@@ -55,20 +62,22 @@ class TorchEngine(InferenceBackend):
         return self._live
 
     def generate(self, prompts: Sequence[Prompt]) -> list[Completion]:
-        """Raises Rejected for a prompt that cannot be answered, ContractError for weights that are not finite."""
+        """Raises Rejected for a prompt that cannot be answered, or asks for an adapter that is not there; ContractError
+        for weights that are not finite."""
         return self.generate_until(prompts, never).completions
 
     def generate_until(self, prompts: Sequence[Prompt], stop: Stop, kept: Any = None) -> Generation:
         """Raises as `generate`. Group after group: at most one of those that are kept has a KV cache, also when `stop`
         is taken back as soon as one group has seen it."""
-        policy = self._started()
+        self._started()
         torch.set_num_threads(1)  # the setting belongs to a thread, and the caller's may be a new one
         groups: list[Group] = self._begin(prompts) if kept is None else kept
+        policies = {group.adapter: self._policy_of(group.adapter) for group in groups}  # all, before one is answered
         answers: dict[int, Completion] = {}
         going = True
         for group in groups:
             if going:
-                group.sampling.go_on(policy, stop)
+                group.sampling.go_on(policies[group.adapter], stop)
                 going = group.sampling.done()
             answers.update(zip(group.places, _completions(group.sampling), strict=True))
         return Generation([answers[index] for index in range(len(prompts))], None if going else groups)
@@ -89,12 +98,27 @@ class TorchEngine(InferenceBackend):
             raise ContractError("nothing is staged; call stage() and fill it first")
         self._policy, self._beside = self._beside, self._started()
         self._live, self._staged = _views(self._policy), _views(self._beside)
+        self._adapters.move(self._policy)
 
     def unstage(self) -> None:
         self._beside, self._staged = None, {}
 
+    def load_adapter(self, name: str, tensors: Pieces, lora: Lora) -> None:
+        self._adapters.load(self._started(), name, tensors, lora)
+
+    def adapter_proof(self, name: str, manifest: str, lora: Lora) -> Proof:
+        """Over the memory that the forward pass reads, where it lies, and by address that the rest of it is `live`."""
+        return self._adapters.proof(self._started(), name, manifest, lora)
+
+    def unload_adapter(self, name: str) -> str:
+        self._adapters.unload(name)
+        return ""
+
+    def resident(self) -> frozenset[str]:
+        return self._adapters.names()
+
     def close(self) -> None:
-        self._policy, self._live = None, {}
+        self._policy, self._live, self._adapters = None, {}, Adapters()
         self.unstage()
 
     def _started(self) -> Policy:
@@ -102,10 +126,16 @@ class TorchEngine(InferenceBackend):
             raise ContractError("the engine has no memory; call start() first")
         return self._policy
 
+    def _policy_of(self, adapter: str) -> Policy:
+        return self._adapters.policy(adapter) if adapter else self._started()
+
     def _begin(self, prompts: Sequence[Prompt]) -> list[Group]:
         for prompt in prompts:
             _check(prompt, self.config)
-        return [Group(places, self._sampling([prompts[index] for index in places])) for places in _groups(prompts)]
+        return [
+            Group(places, prompts[places[0]].adapter, self._sampling([prompts[index] for index in places]))
+            for places in _groups(prompts)
+        ]
 
     def _sampling(self, group: Sequence[Prompt]) -> Sampling:
         draws = torch.stack([self._draws(prompt) for prompt in group])
@@ -133,10 +163,11 @@ def _completions(sampling: Sampling) -> list[Completion]:
 
 
 def _groups(prompts: Sequence[Prompt]) -> list[list[int]]:
-    """Indices of prompts that one forward pass can serve together: same lengths, same temperature."""
-    groups: dict[tuple[int, int, float], list[int]] = {}
+    """Indices of prompts that one forward pass can serve together: same lengths, temperature, adapter."""
+    groups: dict[tuple[int, int, float, str], list[int]] = {}
     for index, prompt in enumerate(prompts):
-        groups.setdefault((len(prompt.ids), prompt.max_tokens, prompt.temperature), []).append(index)
+        alike = len(prompt.ids), prompt.max_tokens, prompt.temperature, prompt.adapter
+        groups.setdefault(alike, []).append(index)
     return list(groups.values())
 
 

@@ -215,7 +215,8 @@ class Gateway(Role):
 
     def _scenario(self, request: web.Request) -> str:
         scenario = request.headers.get(SCENARIO, self.config.scenario)
-        known = [self.config.scenario, *self.router.world.training.adapters]
+        trained = (*self.config.adapters.scenarios, *self.router.world.training.adapters)
+        known = [self.config.scenario, *dict.fromkeys(trained)]
         if scenario not in known:
             raise Rejected(f"scenario {scenario!r} is not known here; this deployment has {', '.join(known)}", 404)
         return scenario

@@ -104,8 +104,9 @@ class Router:
             return msgspec.json.decode(body, type=Generated) if reply.status == 200 else None
 
     async def _holds(self, answer: Generated, scenario: str) -> bool:
-        """Every load id that the answer names is a committed release of the scenario: checked again, on a fold as far as the engine's;
-        and if it names several, each of its tokens has one, and each of them may go on where the one before stopped."""
+        """Every load id that the answer names is a committed release of the scenario: checked again, on a fold as far
+        as the engine's; and if it names several, each of its tokens has one, and each of them may go on where the one
+        before stopped."""
         if answer.spans and not make_up(answer.spans, _whole(answer)):
             log.warning("%s boot %s: its spans are not its answer: %s", answer.engine, answer.boot, answer.spans)
             return False

@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-TARGET, RELEASES = 0.9, 12
+TARGET, TARGET_LORA, RELEASES = 0.9, 0.7, 12
 
 
 def demo(argv: Sequence[str]) -> int:
@@ -38,7 +38,10 @@ def _demo() -> argparse.ArgumentParser:
         help=f"stop after N releases, whatever the reward ({RELEASES} and the target)",
     )
     parser.add_argument(
-        "--target", type=float, metavar="R", help=f"mean reward to reach (default {TARGET}, unless --releases is given)"
+        "--target",
+        type=float,
+        metavar="R",
+        help=f"mean reward to reach ({TARGET}, with --lora {TARGET_LORA} each; unless --releases is given)",
     )
     parser.add_argument("--keep", metavar="DIR", help="keep the state folder there; it must not hold a deployment yet")
     parser.add_argument("--resume", metavar="DIR", help="go on from a kept state folder")
@@ -56,6 +59,11 @@ def _demo() -> argparse.ArgumentParser:
         "--engine",
         choices=("torch", "sglang"),
         help="what the engines are: a sampler in torch, or a real SGLang server each, which must be installed (torch)",
+    )
+    parser.add_argument(
+        "--lora",
+        action="store_true",
+        help="two scenarios with another task each, whose LoRA adapters take turns over one frozen base model",
     )
     parser.add_argument(
         "--mode", choices=("fenced", "staged"), help="engines stop for the transfer (fenced), or only to swap (staged)"

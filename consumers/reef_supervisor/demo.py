@@ -9,37 +9,31 @@ import argparse
 import asyncio
 import collections
 import contextlib
-import importlib.util
 import json
 import shutil
 import signal
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Coroutine, Sequence
-from pathlib import Path
+from collections.abc import AsyncIterator, Coroutine, Iterable, Mapping, Sequence
 from typing import Any
 
-import msgspec
 import psutil
 
-from consumers.reef_supervisor.commands import RELEASES, TARGET
-from consumers.reef_supervisor.deployment import CONFIG_FILE, Deployment, deployment
-from consumers.reef_supervisor.harness import GROUP_SIZE, Harness, Scored, harness
+from consumers.reef_supervisor.demo_config import check, configured
+from consumers.reef_supervisor.deployment import Deployment, deployment
+from consumers.reef_supervisor.harness import Harness, Scored, harness
 from consumers.reef_supervisor.screen import Screen
 from consumers.reef_supervisor.tally import Tally
 from reef_bus.artifacts import ArtifactStore
 from reef_bus.audit import audit_history, read_history
-from reef_bus.config import Config, Inference, Nats, Publication, Training, load
-from reef_bus.core.effects import Deadlines, Restarts
+from reef_bus.config import Config
 from reef_bus.core.invariants import Audit
-from reef_bus.core.serving import serving
+from reef_bus.core.serving import serving, version
 from reef_bus.core.world import World
-from reef_bus.errors import Rejected, Unavailable
-from reef_bus.events import CATALOGUE, Recorded
+from reef_bus.errors import Unavailable
+from reef_bus.events import Recorded
 from reef_bus.process import FAULT
-
-SGLANG = "`make demo-sglang` installs it beside, for the CPU; docs/sglang.md says how it is done with a GPU"
 
 CONCURRENCY = 64
 MARGIN = 0.03  # training stops when a release's mean is this far above the target, so that fresh answers are too
@@ -48,9 +42,14 @@ FINAL, FINAL_EACH, FINAL_MOST = 96, 16, 512
 QUIET_S = 0.5
 INTERRUPTED = 130
 SAMPLE_S = 0.5
-MODEL = "model"  # a folder in the state folder
 TIMEOUT_S, TIMEOUT_SGLANG_S = 240.0, 900.0
+LOOK_S = 0.05
 LEAST_FREE = 256 * 1024  # bytes: below, neither the log nor a checkpoint can be written
+
+
+Clients = Mapping[str, Harness]
+Final = Mapping[str, list[Scored]]
+"""By scenario; the whole model's is the empty name."""
 
 
 class Kills:
@@ -110,10 +109,20 @@ class Demo:
             async with deployment(self.config, self.watch, extra) as running:
                 self.running = running
                 self.screen.say(f"nats-server at {running.config.nats.url}, gateway at {running.url}")
-                async with harness(running.url, self.config.model, time.time_ns()) as client:
-                    async with self._background(running):
-                        summary = await self._phases(running, client)
+                async with self._harnesses(running) as clients, self._background(running):
+                    summary = await self._phases(running, clients)
         return self._finish(summary)
+
+    @contextlib.asynccontextmanager
+    async def _harnesses(self, running: Deployment) -> AsyncIterator[Clients]:
+        """One for each scenario; adapters' are called after their tasks. The whole model's is the empty name."""
+        url, model, seed = running.url, self.config.model, time.time_ns()
+        async with contextlib.AsyncExitStack() as stack:
+            if not self.config.adapters.scenarios:
+                yield {"": await stack.enter_async_context(harness(url, model, seed))}
+                return
+            tasks = self.config.adapters.scenarios
+            yield {task: await stack.enter_async_context(harness(url, model, seed, task, task)) for task in tasks}
 
     @contextlib.asynccontextmanager
     async def _background(self, running: Deployment) -> AsyncIterator[None]:
@@ -142,15 +151,15 @@ class Demo:
                 )
             await asyncio.sleep(SAMPLE_S)
 
-    async def _phases(self, running: Deployment, client: Harness) -> dict[str, Any]:
+    async def _phases(self, running: Deployment, clients: Clients) -> dict[str, Any]:
         try:
             async with asyncio.timeout(self.timeout_s):
-                await self._first_answer(running, client)
-                final: list[Scored] = []
+                await self._first_answer(running, clients)
+                final: Final = {}
                 while not final:
-                    await self._train(running, client)
+                    await self._train(running, clients)
                     await self._settle(running)
-                    final = await self._final(running, client)
+                    final = await self._finals(running, clients)
         except TimeoutError as error:
             raise Unavailable(
                 f"not done after {self.timeout_s:g} s: {len(self.tally.committed)} releases, reward "
@@ -161,38 +170,43 @@ class Demo:
         audit = audit_history(history)
         return self._summary(running, audit, final, seconds)
 
-    async def _first_answer(self, running: Deployment, client: Harness) -> None:
+    async def _first_answer(self, running: Deployment, clients: Clients) -> None:
+        scenario, client = next(iter(clients.items()))
         asked = asyncio.ensure_future(client.exchange("7", {"phase": "first"}, train=False))
         either: set[asyncio.Future[Any]] = {asked, running.failure}
         await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         if running.failure.done():
             asked.cancel()
             running.failure.result()
-        self.tally.score(await asked)
+        self.tally.score(await asked, scenario)
         self.first_answer_s = time.monotonic() - self.began
         self.screen.say(f"first answer after {self.first_answer_s:.1f} s")
 
-    async def _train(self, running: Deployment, client: Harness) -> None:
-        """Serve, score and report until there are enough releases and the newest is good enough."""
-        client.start(CONCURRENCY)
-        while not self._enough(running.world):
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(1.0):
-                    self._count(await client.answers.get())
-            _raise_first(client.failed(), running)
-        await client.stop()
-        while not client.answers.empty():
-            self._count(client.answers.get_nowait())
+    async def _train(self, running: Deployment, clients: Clients) -> None:
+        """Serve, score and report until there are enough releases, and each scenario's newest is good enough: who has
+        that asks no more, and is trained no more."""
+        asking = dict(clients)
+        for client in asking.values():
+            client.start(CONCURRENCY // len(clients))
+        while asking:
+            await asyncio.sleep(LOOK_S)
+            self._count(clients)
+            _raise_first(next(filter(None, (client.failed() for client in asking.values())), None), running)
+            for scenario in [each for each in asking if self._enough(running.world, each)]:
+                await asking.pop(scenario).stop()
+        self._count(clients)
 
-    def _count(self, scored: Scored) -> None:
-        self.answers += 1
-        self.tally.score(scored)
+    def _count(self, clients: Clients) -> None:
+        for scenario, client in clients.items():
+            while not client.answers.empty():
+                self.answers += 1
+                self.tally.score(client.answers.get_nowait(), scenario)
 
-    def _enough(self, world: World) -> bool:
-        head = world.publications.head
+    def _enough(self, world: World, scenario: str) -> bool:
+        head = world.publications.head_of(scenario)
         if head is None or len(self.tally.committed) < self.args.releases or self.kills.waiting:
             return False
-        mean = self.tally.reward(head.load_id, MEASURED)
+        mean = self.tally.reward(head.load_id, MEASURED, scenario)
         return self.args.target is None or (mean is not None and mean > min(1.0, self.args.target + MARGIN))
 
     async def _settle(self, running: Deployment) -> None:
@@ -203,9 +217,17 @@ class Demo:
             _raise_first(None, running)
             quiet = quiet + 0.1 if _idle(running.world, self.config) else 0.0
 
-    async def _final(self, running: Deployment, client: Harness) -> list[Scored]:
-        """Fresh answers by the final release, from every engine; empty when they are not good enough yet."""
-        head = running.world.publications.head
+    async def _finals(self, running: Deployment, clients: Clients) -> Final:
+        """Fresh answers by every scenario's final release; empty when they are not good enough yet."""
+        answers = {scenario: await self._final(running, scenario, client) for scenario, client in clients.items()}
+        if self.args.target is None or all(_mean(found) > self.args.target for found in answers.values()):
+            return answers
+        self.args.releases = len(self.tally.committed) + 1
+        return {}
+
+    async def _final(self, running: Deployment, scenario: str, client: Harness) -> list[Scored]:
+        """Fresh answers by the scenario's final release, from every engine."""
+        head = running.world.publications.head_of(scenario)
         assert head is not None
         answers: list[Scored] = []
         while not _spread(answers, self.config):
@@ -216,23 +238,20 @@ class Demo:
         wrong = {scored.answer.load_id for scored in answers} - {head.load_id}
         if wrong:
             raise Unavailable(f"final answers name {sorted(wrong)}, the head is {head.load_id}")
-        if self.args.target is None or _mean(answers) > self.args.target:
-            return answers
-        self.args.releases = len(self.tally.committed) + 1
-        return []
+        return answers
 
     # -- result
 
-    def _summary(self, running: Deployment, audit: Audit, final: list[Scored], seconds: float) -> dict[str, Any]:
-        incarnation = running.world.incarnation
-        first = self.tally.reward(f"{incarnation}:0")
+    def _summary(self, running: Deployment, audit: Audit, final: Final, seconds: float) -> dict[str, Any]:
+        origin = f"{running.world.incarnation}:0"
+        first = {scenario: self.tally.reward(origin, scenario=scenario) for scenario in final}
         violations = [violation.text for violation in audit.violations] + self._disagreement(audit, final)
         return {
             "releases": audit.releases,
             "engines": len(running.world.membership.engines),
             "receivers_verified": audit.receivers_verified,
-            "reward_first": round(first, 4) if first is not None else None,
-            "reward_last": round(_mean(final), 4),
+            "reward_first": _least(first.values()),
+            "reward_last": _least(_mean(answers) for answers in final.values()),
             "seconds_to_first_answer": round(self.first_answer_s, 2),
             "seconds": round(seconds, 2),
             "fence_ms_p50": self.tally.fence_ms(),
@@ -246,15 +265,34 @@ class Demo:
             "resumed": self.args.resume is not None,
             "rss_mib_peak": round(self.rss / 2**20),
             "violations": violations,
+            **self._scenarios(first, final),
         }
 
-    def _disagreement(self, audit: Audit, final: list[Scored]) -> list[str]:
+    def _scenarios(self, first: Mapping[str, float | None], final: Final) -> dict[str, Any]:
+        """Where there are several, what became of each; the figures above are then those of the least."""
+        if "" in final:
+            return {}
+        return {
+            "scenarios": {
+                scenario: {
+                    "releases": self.tally.releases[scenario],
+                    "reward_first": _least([first[scenario]]),
+                    "reward_last": _least([_mean(answers)]),
+                }
+                for scenario, answers in final.items()
+            }
+        }
+
+    def _disagreement(self, audit: Audit, final: Final) -> list[str]:
         """What the audit, from the log alone, finds otherwise than the harness saw it."""
-        found, seen = audit.final, _mean(final)
-        if found.mean is not None and found.n == len(final) and abs(found.mean - seen) < 1e-9:
+        if "" not in final:
+            return []
+        answers, found = final[""], audit.final
+        seen = _mean(answers)
+        if found.mean is not None and found.n == len(answers) and abs(found.mean - seen) < 1e-9:
             return []
         return [
-            f"final reward: the harness saw {seen:.4f} over {len(final)} answers, the log {found.mean} over {found.n}"
+            f"final reward: the harness saw {seen:.4f} over {len(answers)} answers, the log {found.mean} over {found.n}"
         ]
 
     def _finish(self, summary: dict[str, Any]) -> int:
@@ -267,6 +305,11 @@ class Demo:
         return 0 if done else 1
 
 
+def _least(means: Iterable[float | None]) -> float | None:
+    found = [mean for mean in means if mean is not None]
+    return round(min(found), 4) if found else None
+
+
 def _raise_first(error: BaseException | None, running: Deployment) -> None:
     if error:
         raise error
@@ -277,7 +320,9 @@ def _raise_first(error: BaseException | None, running: Deployment) -> None:
 def _idle(world: World, config: Config) -> bool:
     pending = [c for c in world.training.selected[-8:] if c not in world.publications.ended]
     busy = world.training.job or world.publications.open or pending
-    return not busy and len(serving(world)) == len(config.inference.engines)
+    scenarios = world.training.adapters or ("",)
+    able = [engine for engine in serving(world) if all(version(world, engine, each) for each in scenarios)]
+    return not busy and len(able) == len(config.inference.engines)
 
 
 def _spread(answers: list[Scored], config: Config) -> bool:
@@ -292,8 +337,10 @@ def _mean(answers: list[Scored]) -> float:
 def _print(summary: dict[str, Any], args: argparse.Namespace, config: Config, done: bool) -> None:
     print()
     for key, value in summary.items():
-        if key not in ("violations", "kills"):
+        if key not in ("violations", "kills", "scenarios"):
             print(f"  {key.replace('_', ' '):26} {value}")
+    for scenario, found in summary.get("scenarios", {}).items():
+        print(f"  {scenario:26} {found['releases']} releases, {found['reward_first']} → {found['reward_last']}")
     for kill in summary["kills"]:
         print(f"  killed {kill['component']:19} at {kill['event']} (event {kill['seq']})")
     for violation in summary["violations"]:
@@ -315,10 +362,10 @@ def _print(summary: dict[str, Any], args: argparse.Namespace, config: Config, do
 
 def run(args: argparse.Namespace) -> int:
     """Run the demo as its arguments say; returns its exit status."""
-    _check(args)
+    check(args)
     temporary = None if args.keep or args.resume else tempfile.mkdtemp(prefix="reef-demo-")
     try:
-        config = _config(args, temporary)
+        config = configured(args, temporary)
         return asyncio.run(_until_asked(Demo(args, config).run()))
     except asyncio.CancelledError:
         return INTERRUPTED
@@ -332,75 +379,3 @@ async def _until_asked(demo: Coroutine[Any, Any, int]) -> int:
     task = asyncio.ensure_future(demo)
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
     return await task
-
-
-def _check(args: argparse.Namespace) -> None:
-    roles = [*Config(publication=Publication(publishers=1)).components(), "nats"]
-    for order in args.kill:
-        component, _, event = order.partition("@")
-        if component not in roles:
-            raise Rejected(f"--kill {order}: role {component!r} is not one of {', '.join(roles)}")
-        if event not in CATALOGUE:
-            raise Rejected(f"--kill {order}: event {event!r} is not one of {', '.join(CATALOGUE)}")
-    if args.flip and not (args.flip.partition("@")[0] in roles and args.flip.partition("@")[2].isdigit()):
-        raise Rejected(f"--flip {args.flip}: expected ENGINE@N, such as engine-1@3")
-    if args.keep and args.resume:
-        raise Rejected("--keep is for a new state folder, --resume for one that was kept; give one of them")
-    if args.target is None and args.releases is None:
-        args.target = TARGET
-    if args.releases is None:
-        args.releases = 1 if args.resume else RELEASES
-    if args.engine == "sglang" and importlib.util.find_spec("sglang") is None:
-        raise Rejected(f"--engine sglang: SGLang is not installed here; {SGLANG}")
-
-
-def _config(args: argparse.Namespace, temporary: str | None) -> Config:
-    if args.resume:
-        path = Path(args.resume, "run", CONFIG_FILE)
-        if not path.exists():
-            raise Rejected(
-                f"--resume {args.resume}: no deployment there; `reef-bus demo --keep {args.resume}` makes one"
-            )
-        model = Path(args.resume, MODEL).resolve()  # it may have been moved, with all that is in it
-        config = load(path, [f"inference.model-path={model}"] if model.exists() else [])
-        if args.engine and args.engine != config.inference.backend:
-            raise Rejected(f"--engine {args.engine}: {args.resume} was made with {config.inference.backend}")
-        gateway = msgspec.structs.replace(config.gateway, port=0)  # another process may have the old one by now
-        publication = msgspec.structs.replace(config.publication, mode=args.mode or config.publication.mode)
-        return msgspec.structs.replace(
-            config,
-            nats=Nats(),
-            gateway=gateway,
-            publication=publication,
-            state_dir=args.resume,
-        )
-    folder = temporary or args.keep
-    if Path(folder, "run", CONFIG_FILE).exists():
-        raise Rejected(
-            f"--keep {folder}: it holds a deployment already; `reef-bus demo --resume {folder}` goes on from it"
-        )
-    inference = _inference(args.engine or "torch", folder)
-    return Config(
-        deployment="demo",
-        state_dir=folder,
-        inference=inference,
-        training=Training(seed=args.seed, group_size=GROUP_SIZE),
-        publication=Publication(
-            publishers=1,
-            mode=args.mode or "fenced",
-            deadlines=Deadlines(fence_s=10.0, sender_s=20.0, stall_s=5.0, verify_s=10.0, heartbeat_s=6.0),
-        ),
-        supervision=Restarts(max_restarts=max(3, len(args.kill)), window_s=300.0, delay_s=0.2),
-    )
-
-
-def _inference(backend: str, folder: str) -> Inference:
-    """A server is given the tiny Qwen3 as a model folder, from which the trainer learns its shape as well."""
-    if backend == "torch":
-        return Inference()
-    from reef_bus.model_folder import write_model_folder
-    from reef_bus.policy import PolicyConfig
-
-    model = Path(folder, MODEL).resolve()
-    write_model_folder(model, PolicyConfig(qk_norm=True))
-    return Inference(backend=backend, model_path=str(model), dtype="float32")

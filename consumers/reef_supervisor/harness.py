@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import itertools
 import random
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from typing import NamedTuple
 
 from reef_bus.producer import Answer, Producer, connect
@@ -29,11 +29,21 @@ def score(digit: str, answer: str) -> float:
     return sum(character == digit for character in answer) / len(answer) if answer else 0.0
 
 
+def successor(digit: str, answer: str) -> float:
+    """The verifier of task `successor`: the fraction that is the digit after the question; after 9 comes 0."""
+    return score(str((int(digit) + 1) % 10), answer)
+
+
+TASKS: Mapping[str, Callable[[str, str], float]] = {"digit": score, "successor": successor}
+"""The verifier of each task: all ask for a digit, and want other answers to it."""
+
+
 class Harness:
     """Asks for ever while it is let; every scored answer goes to `answers`."""
 
-    def __init__(self, producer: Producer, seed: int) -> None:
+    def __init__(self, producer: Producer, seed: int, task: str = "digit") -> None:
         self.producer = producer
+        self.verifier = TASKS[task]
         self.answers: asyncio.Queue[Scored] = asyncio.Queue()
         self._questions = _questions(seed)
         self._tasks: list[asyncio.Task[None]] = []
@@ -60,7 +70,7 @@ class Harness:
     async def exchange(self, digit: str, tags: dict[str, str], *, train: bool = True) -> Scored:
         """Ask once, score, report."""
         answer = await self.producer.ask(digit, tags)
-        reward = score(digit, answer.text)
+        reward = self.verifier(digit, answer.text)
         await self.producer.report(answer.receipt, reward, train=train)
         return Scored(answer, reward)
 
@@ -75,10 +85,12 @@ def _questions(seed: int) -> Iterator[tuple[str, str]]:
 
 
 @contextlib.asynccontextmanager
-async def harness(url: str, model: str, seed: int) -> AsyncIterator[Harness]:
+async def harness(
+    url: str, model: str, seed: int, task: str = "digit", scenario: str | None = None
+) -> AsyncIterator[Harness]:
     """A harness with its own connections; it has stopped when the context ends."""
-    async with connect(url, model) as producer:
-        found = Harness(producer, seed)
+    async with connect(url, model, scenario) as producer:
+        found = Harness(producer, seed, task)
         try:
             yield found
         finally:

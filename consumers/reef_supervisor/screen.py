@@ -75,12 +75,16 @@ class Screen:
         return answers / max(0.001, time.monotonic() - self.began)
 
     def last(self) -> float:
-        means = [m for id_ in self.tally.rewards if (m := self.tally.reward(id_)) is not None]
-        return means[-1] if means else 0.0
+        means = [self.tally.reward(id_, scenario=scenario) for scenario, id_ in self.tally.rewards]
+        return next((mean for mean in reversed(means) if mean is not None), 0.0)
 
     def curve(self) -> str:
-        """One block per release, oldest first."""
-        means = [self.tally.reward(id_) or 0.0 for id_ in sorted(self.tally.rewards, key=_sequence)]
+        """For each scenario, one block per release, oldest first."""
+        return " ".join(self._curve(scenario) for scenario in dict.fromkeys(each for each, _ in self.tally.rewards))
+
+    def _curve(self, scenario: str) -> str:
+        ids = sorted((id_ for each, id_ in self.tally.rewards if each == scenario), key=_sequence)
+        means = [self.tally.reward(id_, scenario=scenario) or 0.0 for id_ in ids]
         return "".join(BLOCKS[min(7, int(mean * 8))] for mean in means[-40:])
 
 

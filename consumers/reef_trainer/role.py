@@ -253,9 +253,11 @@ def _backend(config: Config) -> TrainingBackend:
 
 
 def _adapting(config: Config, base: Path, lora: Lora) -> TrainingBackend:
-    with without_collector():
-        from consumers.reef_trainer.lora_backend import LoraTrainer
-
+    try:
+        with without_collector():
+            from consumers.reef_trainer.lora_backend import LoraTrainer
+    except ModuleNotFoundError as error:
+        raise Rejected(f"adapters.scenarios needs an extra ({error}): pip install 'reef-bus[lora]'") from error
     shape, hyper = _of(config)
     backend: TrainingBackend = LoraTrainer(shape, base, lora, hyper)
     return backend

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save
-from torch import Tensor
+from torch import Tensor, nn
 
 from reef_bus.backends import Pieces, Sample, TrainingBackend
 from reef_bus.errors import ContractError
@@ -71,12 +71,20 @@ class TorchTrainer(TrainingBackend):
         self.config, self.hyper = config or PolicyConfig(), hyper or Hyper()
 
     def initial(self) -> State:
-        return _fresh(_frozen(new_policy(self.config, self.hyper.seed)))
+        return fresh(_frozen(new_policy(self.config, self.hyper.seed)))
 
     def load(self, weights: Path, optimizer: Path | None) -> State:
-        expected = {name: tensor.shape for name, tensor in Policy(self.config).named_parameters()}
-        state = _fresh(_read(weights, expected, torch.float32))
+        state = fresh(read_tensors(weights, self.shapes(), torch.float32))
         return state if optimizer is None else _resume(state, optimizer)
+
+    def shapes(self) -> Mapping[str, torch.Size]:
+        """Of all that a state's weights are, in their order."""
+        return policy_shapes(self.config)
+
+    def filled(self, weights: Tensors) -> tuple[Policy, Mapping[str, nn.Parameter]]:
+        """A policy that computes with `weights`, and those of its parameters that are to be trained, by their names."""
+        policy = fill(Policy(self.config), weights)
+        return policy, dict(policy.named_parameters())
 
     def train(self, state: State, batch: Sequence[Sample], seed: int) -> tuple[State, dict[str, float]]:
         """One pass over the batch in `minibatches` Adam steps. Raises ContractError on anything not finite."""
@@ -86,7 +94,7 @@ class TorchTrainer(TrainingBackend):
         packed, steps = pack(batch, self.config), []
         trained = state._replace(versions=state.versions + 1)
         for part in _minibatches(packed, self.hyper.minibatches, seed):
-            gradients, figures = _gradients(fill(Policy(self.config), trained.weights), part, self.hyper)
+            gradients, figures = _gradients(*self.filled(trained.weights), part, self.hyper)
             trained = adam(trained, gradients, rate, self.hyper)
             steps.append(figures)
         _demand_finite(trained.weights, "weights after the update")
@@ -180,10 +188,11 @@ def _minibatches(packed: Packed, count: int, seed: int) -> Iterator[Packed]:
 # The update.
 
 
-def _gradients(policy: Policy, part: Packed, hyper: Hyper) -> tuple[Tensors, dict[str, float]]:
+def _gradients(
+    policy: Policy, named: Mapping[str, nn.Parameter], part: Packed, hyper: Hyper
+) -> tuple[Tensors, dict[str, float]]:
     """Gradients clipped to a global norm, and what the step looked like before it was taken."""
     loss, figures = objective(policy, part, hyper.clip)
-    named = dict(policy.named_parameters())
     gradients = dict(zip(named, torch.autograd.grad(loss, list(named.values())), strict=True))
     norm = torch.stack([gradient.square().sum() for gradient in gradients.values()]).sum().sqrt()
     _demand_finite({"loss": loss, "gradient norm": norm}, "the update")
@@ -236,11 +245,15 @@ def adam(state: State, gradients: Tensors, rate: float, hyper: Hyper) -> State:
 # States, and how they are read back.
 
 
+def policy_shapes(config: PolicyConfig) -> dict[str, torch.Size]:
+    return {name: tensor.shape for name, tensor in Policy(config).named_parameters()}
+
+
 def _frozen(policy: Policy) -> Tensors:
     return {name: parameter.detach() for name, parameter in policy.named_parameters()}
 
 
-def _fresh(weights: Tensors) -> State:
+def fresh(weights: Tensors) -> State:
     first, second = ({name: torch.zeros_like(tensor) for name, tensor in weights.items()} for _ in range(2))
     return State(weights, first, second, 0, 0)
 
@@ -248,12 +261,12 @@ def _fresh(weights: Tensors) -> State:
 def _resume(fresh: State, path: Path) -> State:
     shapes = {name: tensor.shape for name, tensor in fresh.weights.items()}
     expected = {f"{moment}.{name}": shape for moment in ("first", "second") for name, shape in shapes.items()}
-    tensors = _read(path, {**expected, "steps": torch.Size(), "versions": torch.Size()}, None)
+    tensors = read_tensors(path, {**expected, "steps": torch.Size(), "versions": torch.Size()}, None)
     first, second = ({name: tensors[f"{moment}.{name}"] for name in shapes} for moment in ("first", "second"))
     return State(fresh.weights, first, second, int(tensors["steps"]), int(tensors["versions"]))
 
 
-def _read(path: Path, expected: Mapping[str, torch.Size], dtype: torch.dtype | None) -> Tensors:
+def read_tensors(path: Path, expected: Mapping[str, torch.Size], dtype: torch.dtype | None) -> Tensors:
     """Exactly the tensors of `expected`, copied out of the file so that no later change to it reaches the state."""
     try:
         found = load_file(path)

@@ -14,14 +14,14 @@ from reef_bus.core.ids import BASE
 from reef_bus.core.publication import Publications, Release
 from reef_bus.core.requests import Request
 from reef_bus.core.supervision import Component
-from reef_bus.core.training import Candidate, Training
+from reef_bus.core.training import Adapter, Candidate, Training
 from reef_bus.errors import ContractError
-from reef_bus.events import Blob
+from reef_bus.events import Blob, Lora
 
-FORMAT = 1
+FORMAT, WITH_ADAPTERS = 1, 2  # whoever reads only the first would take adapters for whole models
 
 
-class KnownCandidate(msgspec.Struct, frozen=True, kw_only=True):
+class KnownCandidate(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A candidate that is a release's content, may become one, or lies in the base chain of such a one."""
 
     id: str
@@ -33,9 +33,10 @@ class KnownCandidate(msgspec.Struct, frozen=True, kw_only=True):
     tensor_bytes: int
     seq: int
     selected: int
+    scenario: str = ""
 
 
-class KnownRelease(msgspec.Struct, frozen=True, kw_only=True):
+class KnownRelease(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A committed release: its load id names this digest for ever."""
 
     load_id: str
@@ -45,9 +46,22 @@ class KnownRelease(msgspec.Struct, frozen=True, kw_only=True):
     weights: Blob
     seq: int
     time: int
+    scenario: str = ""
 
 
-class Start(msgspec.Struct, frozen=True, kw_only=True):
+class KnownAdapter(msgspec.Struct, frozen=True, kw_only=True):
+    """A scenario that trains an adapter; `origin` is its release 0, `head` its head's load id."""
+
+    scenario: str
+    lora: Lora
+    registered: int
+    base: str
+    dispatched: int
+    origin: KnownRelease
+    head: str
+
+
+class Start(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The predecessor's state after its event `seq`, `id`. No boot, job or publication is in it: engines and trainer
     join anew. `ended` says how candidates ended; `sequence` is the last persisted target's; `floor` and `taken` are
     those of the last batch, for the audit alone. Other sequences are of the predecessor, and smaller than every one of
@@ -72,6 +86,7 @@ class Start(msgspec.Struct, frozen=True, kw_only=True):
     sequence: int
     ended: dict[str, str]
     ended_seq: int
+    adapters: tuple[KnownAdapter, ...] = ()
 
 
 def encode_start(start: Start) -> bytes:
@@ -85,9 +100,10 @@ def decode_start(data: bytes) -> Start:
         found = msgspec.msgpack.decode(data, type=Start)
     except msgspec.DecodeError as error:
         raise ContractError(f"a blob of {len(data)} bytes does not hold the start of a log: {error}") from error
-    if found.format != FORMAT:
+    if found.format not in (FORMAT, WITH_ADAPTERS):
         raise ContractError(
-            f"the log's start has format {found.format}, this version reads {FORMAT}: upgrade this consumer first"
+            f"the log's start has format {found.format}, this version reads {FORMAT} and {WITH_ADAPTERS}: upgrade this "
+            "consumer first"
         )
     return found
 
@@ -96,10 +112,6 @@ def unrest(
     training: Training, publications: Publications, requests: Mapping[int, Request], components: Mapping[str, Component]
 ) -> str:
     """What is open, and who ends it; empty when the log is quiet."""
-    if training.adapters:
-        return (
-            f"it trains adapters of {', '.join(training.adapters)}, and a start holds the whole model alone: go on here"
-        )
     if training.job:
         return f"job {training.job.id} is open: the trainer has to finish it"
     if publications.open:
@@ -132,7 +144,7 @@ def compact(
     kept = _kept(training, publications, ended)
     head = publications.head
     return Start(
-        format=FORMAT,
+        format=WITH_ADAPTERS if training.adapters else FORMAT,
         seq=seq,
         id=id_,
         scenario=training.scenario,
@@ -151,6 +163,7 @@ def compact(
         sequence=publications.sequence,
         ended={id_: how for id_, how in ended.items() if id_ in kept},
         ended_seq=seq if publications.open else publications.ended_seq,
+        adapters=tuple(_adapter(found, publications) for found in training.adapters.values()),
     )
 
 
@@ -159,7 +172,9 @@ def _kept(training: Training, publications: Publications, ended: dict[str, str])
     What was rejected, refused or halted decides nothing any more."""
     waiting = {id_ for id_ in training.selected if id_ not in ended}
     kept: set[str] = set()
-    for candidate in {release.candidate for release in publications.releases.values()} | waiting | {training.base}:
+    releases = (*publications.releases.values(), *publications.origins.values())
+    bases = {training.base, *(adapter.base for adapter in training.adapters.values())}
+    for candidate in {release.candidate for release in releases} | waiting | bases:
         while candidate in training.candidates and candidate not in kept:
             kept.add(candidate)
             candidate = training.candidates[candidate].base
@@ -177,6 +192,19 @@ def _candidate(found: Candidate) -> KnownCandidate:
         tensor_bytes=found.tensor_bytes,
         seq=found.seq,
         selected=found.selected,
+        scenario=found.scenario,
+    )
+
+
+def _adapter(found: Adapter, publications: Publications) -> KnownAdapter:
+    return KnownAdapter(
+        scenario=found.scenario,
+        lora=found.lora,
+        registered=found.registered,
+        base=found.base,
+        dispatched=found.dispatched,
+        origin=_release(publications.origins[found.scenario]),
+        head=publications.adapters[found.scenario].load_id,
     )
 
 
@@ -189,6 +217,7 @@ def _release(found: Release) -> KnownRelease:
         weights=found.weights,
         seq=found.seq,
         time=found.time,
+        scenario=found.scenario,
     )
 
 
@@ -202,8 +231,25 @@ def begin(training: Training, publications: Publications, start: Start) -> None:
     for release in start.releases:
         publications.releases[release.load_id] = Release(**msgspec.structs.asdict(release))
     publications.head = publications.releases.get(start.head)
+    for adapter in start.adapters:
+        _begin_adapter(training, publications, adapter)
     publications.sequence, publications.ended_seq = start.sequence, start.ended_seq
     publications.ended = dict(start.ended)
+
+
+def _begin_adapter(training: Training, publications: Publications, known: KnownAdapter) -> None:
+    training.adapters[known.scenario] = Adapter(
+        scenario=known.scenario,
+        lora=known.lora,
+        registered=known.registered,
+        base=known.base,
+        dispatched=known.dispatched,
+    )
+    origin = Release(**msgspec.structs.asdict(known.origin))
+    publications.origins[known.scenario] = origin
+    head = publications.release(known.scenario, known.head)
+    assert head is not None  # `why_not` has looked
+    publications.adapters[known.scenario] = head
 
 
 def why_not(start: Start) -> str:
@@ -212,5 +258,9 @@ def why_not(start: Start) -> str:
     named = {each.candidate for each in start.releases} | set(start.selected) | set(start.ended)
     if bool(start.scenario) != (BASE in known) or bool(start.scenario) != (start.head in loads):
         return f"scenario {start.scenario!r} with head {start.head!r} and {len(known)} candidates"
+    for each in start.adapters:
+        named |= {each.base, each.origin.candidate}
+        if each.head not in loads | {each.origin.load_id}:
+            return f"the head {each.head} of {each.scenario} is no release that it holds"
     missing = sorted(named - known)
     return f"it names candidates that it does not hold: {missing[:4]}" if missing else ""

@@ -149,7 +149,8 @@ def _begin(world: World, start: Start) -> None:
     world.queue = waiting(world, world.training.selected)
     world.start = None
     if start.scenario:
-        world.tails["train"] = Tail(registered=True, whole=start.dispatched > 0)
+        adapters_ = [adapter.scenario for adapter in start.adapters]
+        world.tails["train"] = Tail(registered=True, adapters=adapters_, whole=start.dispatched > 0 and not adapters_)
 
 
 def waiting(world: World, candidates: list[str]) -> list[str]:

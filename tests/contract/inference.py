@@ -1,6 +1,7 @@
 """What every inference backend promises, as functions over one that has been started; PROMISES is all of them.
 
-Knows: the contract in reef_bus/backends.py, and `Subject`. Must not know: any engine, agents, or the log.
+Knows: the contract in reef_bus/backends.py, `Subject`, and what adapters.py says of adapters. Must not know: any
+engine, agents, or the log.
 Any suite runs them in three lines: a fixture `subject` with its engine in it, and
 
     @pytest.mark.parametrize("promise", PROMISES, ids=lambda promise: promise.__name__)
@@ -16,79 +17,18 @@ from __future__ import annotations
 import asyncio
 import itertools
 import math
-from collections.abc import Awaitable, Callable, Mapping
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
 
 from msgspec.structs import replace
 
-from reef_bus.backends import Answer, Completion, ContinuousBackend, InferenceBackend, Piece, Pieces, Prompt, never
+from reef_bus.backends import Answer, Completion, ContinuousBackend, Piece, Prompt, never
 from reef_bus.core.publication import IN_PLACE, PAUSES, RETRACT
 from reef_bus.errors import Rejected
 from reef_bus.manifest import Manifest, describe
+from tests.contract.adapters import ADAPTERS
+from tests.contract.subject import Promise, Subject, write
 
 TRIES = 8  # to stop a long answer somewhere between its first token and its last one
-
-_numbers = itertools.count(1)
-
-
-async def at_once() -> None:
-    """Nothing to wait for."""
-
-
-class Subject(NamedTuple):
-    """`backend` is started. `versions`: "one" and "other", two versions of its model that answer `prompt` differently.
-    `longest`: how many tokens fit, prompt and answer; and how many of them the prompt may have, if not all but one.
-    `greedy`: which tokens a version must give at temperature 0, from its tensors and by other code, where there is any.
-    `begun` returns when a request that was just made has probably come some way, of `long` tokens, and not to its end.
-    """
-
-    backend: InferenceBackend
-    versions: Mapping[str, Pieces]
-    vocabulary: int
-    longest: int
-    prompt: tuple[int, ...]
-    greedy: Callable[[Pieces, Prompt], tuple[int, ...]] | None = None
-    begun: Callable[[], Awaitable[None]] = at_once
-    long: int = 24
-    longest_prompt: int = 0
-
-    def asking(self, max_tokens: int = 8, temperature: float = 0.0, seed: int | None = None) -> Prompt:
-        return Prompt(ids=self.prompt, max_tokens=max_tokens, temperature=temperature, seed=seed)
-
-    async def ask(self, prompt: Prompt) -> Answer:
-        if isinstance(self.backend, ContinuousBackend):
-            return await self.backend.answer(prompt)
-        return Answer((await asyncio.to_thread(self.backend.generate, [prompt]))[0], ())
-
-    async def fill(self, name: str, load_id: str = "") -> str:
-        """Load the version; returns the name that it then goes by."""
-        load_id = load_id or f"contract:{next(_numbers)}"
-        await asyncio.to_thread(fill, self.backend, self.versions[name], load_id)
-        return load_id
-
-
-Promise = Callable[[Subject], Awaitable[None]]
-
-
-def fill(backend: InferenceBackend, tensors: Pieces, load_id: str) -> str:
-    """As an agent loads a version, with what is between two machines left out. Returns its manifest's digest."""
-    manifest = describe(tensors)
-    if backend.apart:
-        _write(backend.room(manifest.layouts()), tensors)
-        backend.expect(manifest.digest)
-        backend.take(load_id)
-        assert backend.proof(manifest.digest, load_id).flaw == ""
-    else:
-        _write(backend.live(), tensors)
-        assert describe(backend.live()).digest == manifest.digest
-    return manifest.digest
-
-
-def _write(into: Pieces, tensors: Pieces) -> None:
-    assert into.keys() == tensors.keys()
-    for name, piece in tensors.items():
-        assert (into[name].dtype, into[name].shape) == (piece.dtype, piece.shape)
-        into[name].data[:] = piece.data
 
 
 def _digest(subject: Subject, name: str) -> str:
@@ -128,7 +68,7 @@ async def what_is_told_to_expect_decides_and_not_what_was_taken(subject: Subject
 
 async def _received(subject: Subject, name: str, manifest: Manifest) -> Mapping[str, Piece]:
     room = await asyncio.to_thread(subject.backend.room, manifest.layouts())
-    _write(room, subject.versions[name])
+    write(room, subject.versions[name])
     return room
 
 
@@ -171,7 +111,7 @@ async def what_lies_beside_is_not_read_before_it_is_taken(subject: Subject) -> N
         await _received(subject, "other", describe(subject.versions["other"]))
         assert (await asyncio.to_thread(backend.proof, _digest(subject, "one"), load_id)).flaw == ""
     elif backend.stages:
-        _write(backend.stage(), subject.versions["other"])
+        write(backend.stage(), subject.versions["other"])
         assert describe(backend.live()).digest == _digest(subject, "one")
     assert (await subject.ask(subject.asking())).completion.ids == before.completion.ids
 
@@ -180,7 +120,7 @@ async def a_swap_reads_what_was_staged(subject: Subject) -> None:
     if subject.backend.apart or not subject.backend.stages:
         return
     await subject.fill("one")
-    _write(subject.backend.stage(), subject.versions["other"])
+    write(subject.backend.stage(), subject.versions["other"])
     subject.backend.swap()
     assert describe(subject.backend.live()).digest == _digest(subject, "other")
     _greedy(subject, "other", (await subject.ask(subject.asking())).completion)
@@ -397,5 +337,6 @@ PROMISES: tuple[Promise, ...] = (
     what_is_stopped_in_place_goes_on_with_what_is_loaded_meanwhile,
     after_a_halt_with_nothing_in_hand_it_goes_on,
     whoever_gives_up_is_gone,
+    *ADAPTERS,
     closing_is_safe_to_repeat,
 )

@@ -21,10 +21,12 @@ from reef_bus.core.effects import Me
 from reef_bus.manifest import describe
 from reef_bus.model_folder import write_model_folder
 from reef_bus.policy import Policy, PolicyConfig, new_policy, pieces
+from reef_bus.sections import Adapters
 
 SHAPE = PolicyConfig(qk_norm=True, max_len=1024, init_std=0.3)
 """Long answers, so that a pause finds one halfway; far from uniform, so that versions differ in every token."""
 CLOSE = 1e-4
+NO_ADAPTERS = Adapters()
 
 
 class Subject:
@@ -79,7 +81,7 @@ def _replaced(engine: SGLangEngine, inference: dict[str, object]):  # type: igno
         engine.inference = before
 
 
-def config(folder: Path, **inference: object) -> Config:
+def config(folder: Path, adapters: Adapters = NO_ADAPTERS, **inference: object) -> Config:
     """A deployment of which only the engine is started. Paused in place, it keeps what it has computed."""
     model = folder / "model"
     write_model_folder(model, SHAPE)
@@ -88,14 +90,15 @@ def config(folder: Path, **inference: object) -> Config:
         state_dir=str(folder),
         inference=Inference(backend="sglang", model_path=str(model), **chosen),  # type: ignore[arg-type]
         publication=Publication(pause="in_place"),
+        adapters=adapters,
     )
 
 
 @contextlib.asynccontextmanager
-async def running(folder: Path, **inference: object) -> AsyncIterator[Subject]:
+async def running(folder: Path, adapters: Adapters = NO_ADAPTERS, **inference: object) -> AsyncIterator[Subject]:
     found = Subject()
     async with contextlib.AsyncExitStack() as stack:
-        found.engine = await start(config(folder, **inference), Me("e0", "boot-1"), found.died.append, stack)
+        found.engine = await start(config(folder, adapters, **inference), Me("e0", "boot-1"), found.died.append, stack)
         yield found
 
 

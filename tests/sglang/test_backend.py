@@ -16,8 +16,8 @@ import psutil
 import pytest
 import torch
 
-from consumers.reef_engine.sglang.backend import RESERVED
 from consumers.reef_engine.sglang.launch import Process, environment
+from consumers.reef_engine.sglang.limits import RESERVED
 from consumers.reef_engine.sglang.start import KEY, start
 from reef_bus.backends import Answer, Piece, Pieces, Prompt
 from reef_bus.config import UPDATES

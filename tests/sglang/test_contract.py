@@ -9,7 +9,7 @@ import asyncio
 
 import pytest
 
-from consumers.reef_engine.sglang.backend import PROMPT_RESERVED, RESERVED
+from consumers.reef_engine.sglang.limits import PROMPT_RESERVED, RESERVED
 from reef_bus.backends import Pieces, Prompt
 from tests.contract.inference import PROMISES, Promise
 from tests.contract.inference import Subject as Promised

@@ -20,11 +20,13 @@ import msgspec
 import pytest
 
 from consumers.reef_engine.sglang import requests
-from consumers.reef_engine.sglang.requests import META_INFO, RANK, READ, SPAN, Body
+from consumers.reef_engine.sglang.requests import META_INFO, MODEL, RANK, READ, SPAN, Body
+from reef_bus.events import Lora
 
 pytestmark = pytest.mark.filterwarnings("ignore:ORJSONResponse is deprecated")  # their routes use it
 
 TENSORS = {"lm_head.weight": ("float32", (16, 64)), "model.norm.weight": ("float32", (64,))}
+LORA = Lora(8, 16, ("q_proj", "v_proj"))
 WHOLE = {"flush": True, "version": "w:7", "format": "flattened_bucket"}
 
 # Each route with every body that we send to it: the longest, and others that differ in kind.
@@ -37,11 +39,12 @@ ROUTES: dict[str, list[Body]] = {
     "generate": [
         requests.generate([11, 3, 10], max_tokens=4, temperature=0.5, seed=-7, rid="r1", adapter="a", stream=False),
         requests.generate((11,), max_tokens=1, temperature=0.0),
+        requests.probe([11, 3, 10], adapter="a"),
     ],
     "init_weights_update_group": [
         requests.init_weights_update_group("127.0.0.1", 29500, offset=1, size=2, group="g", backend="gloo")
     ],
-    "load_lora_adapter": [requests.load_lora_adapter("a", "/adapters/a", pinned=True)],
+    "load_lora_adapter_from_tensors": [requests.load_lora_adapter_from_tensors("a", LORA, ["AAEC"], {"x": "00"})],
     "pause_generation": [requests.pause_generation(mode) for mode in ("abort", "retract", "in_place")],
     "release_memory_occupation": [
         requests.release_memory_occupation(),
@@ -139,7 +142,7 @@ def test_the_route_has_a_struct_with_every_field_that_we_send(server: ModuleType
         ("update_weight_version", {}),
         ("update_weights_from_disk", {"model_path": "m", "flush_cache": "no"}),
         ("update_weights_from_distributed", {"names": ["a"], "dtypes": ["float32"], "shapes": [16]}),
-        ("load_lora_adapter", {"lora_name": "a"}),
+        ("load_lora_adapter_from_tensors", {"lora_name": "a", "config_dict": {}}),
     ],
 )
 def test_the_check_refuses_what_is_unknown_missing_or_of_another_type(
@@ -213,7 +216,7 @@ class Manager:
         yield {"output_ids": [3], "meta_info": {}}
 
     def _answer(self, name: str) -> Any:
-        if name.endswith("lora_adapter"):
+        if "lora_adapter" in name:
             return self.lora
         special = {
             "check_weights": (True, "", self.ranks, None),
@@ -253,7 +256,7 @@ def test_flush_cache_takes_its_timeout_from_the_query(http: Any, manager: Manage
 
 def test_a_failure_is_a_400_with_the_same_fields(http: Any, manager: Manager, structs: ModuleType) -> None:
     manager.lora = structs.LoRAUpdateOutput(success=False, error_message="no room")
-    answer = http.post("/load_lora_adapter", json=requests.load_lora_adapter("a", "/a"))
+    answer = http.post("/load_lora_adapter_from_tensors", json=ROUTES["load_lora_adapter_from_tensors"][0])
     assert (answer.status_code, answer.json()["error_message"]) == (400, "no room")
     manager.flushed = structs.FlushCacheReqOutput(success=False, message="")
     assert http.post("/flush_cache", params=requests.flush_cache()).status_code == 400
@@ -264,6 +267,11 @@ def test_spans_and_checksums_have_the_fields_that_we_read(
 ) -> None:
     assert set(SPAN) <= field_names(imported("sglang.srt.utils.weight_versions").WeightVersionSpan)
     assert set(RANK) <= field_names(structs.ChecksumInfo)
+
+
+def test_the_servers_list_of_models_says_which_are_adapters(imported: Callable[[str], ModuleType]) -> None:
+    card = imported("sglang.srt.entrypoints.openai.protocol").ModelCard
+    assert set(MODEL) <= card.model_fields.keys() and card.model_fields["parent"].default is None
 
 
 def test_the_names_of_meta_info_and_model_info_are_still_written_where_answers_are_made(

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from reef_bus.core import reactions
 from reef_bus.core.effects import Append, AssembleBatch, Debt, LoadAdapter, Me, Policy, RegisterAdapter, UnloadAdapter
 from reef_bus.core.serving import Version, version
-from reef_bus.core.start import compact, unrest
+from reef_bus.core.start import compact
 from reef_bus.core.world import World, fold
 from reef_bus.events import (
     AdapterUnloaded,
@@ -168,11 +168,6 @@ def test_a_frozen_base_is_never_trained_and_no_scenario_from_anothers_adapter() 
     given(*FROZEN).when(dispatched("j1")).then(contradicts("digit is not trained from base"))
     step = of(MATH, dispatched("j1", NO_LORA[CODE]))[0]
     given(*FROZEN).when(step).then(contradicts("math is not trained from .* of code"))
-
-
-def test_a_log_of_adapters_is_not_rolled() -> None:
-    world = given(*FROZEN).then()
-    assert "math, code" in unrest(world.training, world.publications, world.requests, world.components)
 
 
 # -- turns, and bases

@@ -31,7 +31,7 @@ from reef_bus.events import (
 )
 from reef_bus.manifest import Manifest
 from tests.apart import Apart, by_hand, version
-from tests.contract.inference import fill
+from tests.contract.subject import fill
 from tests.facts import SERVING, swapped
 from tests.spec import Step, given
 from tests.unit.test_agent import Floats

@@ -12,10 +12,10 @@ import pytest
 
 from reef_bus.checkpoint import open_checkpoint
 from reef_bus.errors import Rejected
-from reef_bus.model_folder import hugging_face_config, write_model_folder
+from reef_bus.model_folder import hugging_face_config, read_policy_config, write_model_folder
 from reef_bus.policy import PolicyConfig, new_policy, pieces
 
-QWEN3 = PolicyConfig(qk_norm=True, layers=3, heads=2, kv_heads=1, rope_theta=500.0)
+QWEN3 = PolicyConfig(qk_norm=True, layers=3, heads=2, kv_heads=1, rope_theta=500.0, init_std=0.125)
 
 
 def test_the_config_of_a_qwen3() -> None:
@@ -31,6 +31,7 @@ def test_the_config_of_a_qwen3() -> None:
         "head_dim": 32,
         "max_position_embeddings": 32,
         "rms_norm_eps": 1e-6,
+        "initializer_range": 0.125,
         "rope_theta": 500.0,
         "hidden_act": "silu",
         "attention_bias": False,
@@ -59,6 +60,15 @@ def test_a_folder_holds_the_config_and_the_weights(tmp_path: Path) -> None:
     assert {name: (p.dtype, p.shape, bytes(p.data)) for name, p in found.items()} == {
         name: (p.dtype, p.shape, bytes(p.data)) for name, p in weights.items()
     }
+
+
+def test_a_folder_says_from_what_a_base_model_is_drawn(tmp_path: Path) -> None:
+    write_model_folder(tmp_path, QWEN3)
+    assert read_policy_config(tmp_path) == QWEN3
+    said = json.loads((tmp_path / "config.json").read_text())
+    del said["initializer_range"]
+    (tmp_path / "config.json").write_text(json.dumps(said))
+    assert read_policy_config(tmp_path).init_std == 0.05
 
 
 def test_without_weights_there_is_the_config_alone(tmp_path: Path) -> None:

@@ -17,17 +17,21 @@ import msgspec
 import pytest
 import safetensors.numpy
 
-from consumers.reef_engine.sglang.backend import Limits, SGLangEngine
-from consumers.reef_engine.sglang.borrowed import _differs
+from consumers.reef_engine.sglang.adapters import incomplete, layouts
+from consumers.reef_engine.sglang.backend import SGLangEngine
+from consumers.reef_engine.sglang.borrowed import _differs, _holds_none
 from consumers.reef_engine.sglang.client import Client, words
-from consumers.reef_engine.sglang.launch import SHIMS, environment, model_flags, server_flags
+from consumers.reef_engine.sglang.launch import SHIMS, adapter_flags, environment, model_flags, server_flags
+from consumers.reef_engine.sglang.limits import Limits
 from consumers.reef_engine.sglang.room import Room, place
 from consumers.reef_engine.sglang.sums import Oracle, Sums, flaw
 from reef_bus.backends import Prompt
 from reef_bus.config import OPTIONS, Inference, build
 from reef_bus.errors import Rejected, TransferError, Unavailable
+from reef_bus.events import Lora
 from reef_bus.model_folder import read_policy_config, write_model_folder
 from reef_bus.policy import PolicyConfig
+from reef_bus.sections import Adapters
 
 CONFIG = PolicyConfig(qk_norm=True, layers=1)
 
@@ -104,7 +108,65 @@ def test_batches_of_a_borrowed_server_may_overlap_where_an_answer_is_of_one_vers
     assert _differs(said, configured(model), spans=False) == ""
 
 
+TAKES = {"enable_lora": True, "max_loaded_loras": None, "max_lora_rank": 8, "lora_target_modules": ["q_proj", "v_proj"]}
+
+
+@pytest.mark.parametrize(
+    ("said", "found"),
+    [
+        ({}, ""),
+        ({"max_lora_rank": 16, "lora_target_modules": ["v_proj", "o_proj", "q_proj"]}, ""),
+        ({"enable_lora": False}, "takes no adapters: start it with --enable-lora"),
+        ({"enable_lora": None}, "takes no adapters: start it with --enable-lora"),
+        ({"max_loaded_loras": 8}, "makes room for adapters by itself: start it without --max-loaded-loras"),
+        ({"max_lora_rank": 4}, "takes adapters of rank 4 at most: start it with --max-lora-rank 8"),
+        (
+            {"lora_target_modules": ["q_proj"]},
+            "takes no adapters with v_proj: start it with --lora-target-modules q_proj v_",
+        ),
+    ],
+)
+def test_a_borrowed_server_takes_adapters_as_configured(said: dict[str, Any], found: str) -> None:
+    adapters = Adapters(scenarios=("red",), rank=8, targets=("q_proj", "v_proj"))
+    answer = _holds_none({**TAKES, **said}, adapters)
+    assert answer.startswith(found) and bool(answer) == bool(found)
+
+
 # -- start
+
+
+def test_a_server_has_room_in_a_batch_for_every_adapter_and_the_base_model_and_unloads_none_by_itself() -> None:
+    adapters = Adapters(scenarios=("red", "green"), rank=4, targets=("q_proj", "v_proj"))
+    flags = ["--enable-lora", "--max-lora-rank", "4", "--lora-target-modules", "q_proj", "v_proj"]
+    assert adapter_flags(adapters, "cuda") == [*flags, "--max-loras-per-batch", "4"]
+    assert adapter_flags(adapters, "cpu") == [*adapter_flags(adapters, "cuda"), "--lora-backend", "torch_native"]
+    assert adapter_flags(Adapters(), "cpu") == []
+
+
+@pytest.mark.parametrize(
+    ("targets", "missing"),
+    [
+        ("q_proj", "v_proj"),
+        ("v_proj", "q_proj"),
+        ("k_proj v_proj", "q_proj"),
+        ("o_proj up_proj", "gate_proj"),
+        ("q_proj v_proj", ""),
+        ("gate_proj", ""),
+        ("down_proj o_proj", ""),
+    ],
+)
+def test_targets_that_the_server_fuses_come_together(targets: str, missing: str) -> None:
+    found = incomplete(targets.split())
+    assert found.endswith(f"add {missing} to adapters.targets") if missing else found == ""
+
+
+def test_an_adapter_has_two_tensors_for_each_layer_that_is_a_target() -> None:
+    base = {"model.layers.0.mlp.down_proj.weight": ("F32", (64, 128), 0), "model.norm.weight": ("F32", (64,), 0)}
+    layer = "base_model.model.model.layers.0.mlp.down_proj"
+    assert dict(layouts(base, Lora(8, 16, ("down_proj", "q_proj")))) == {
+        f"{layer}.lora_A.weight": ("F32", (8, 128), 4096),
+        f"{layer}.lora_B.weight": ("F32", (64, 8), 2048),
+    }
 
 
 def test_flags_are_derived_from_the_configuration(model: Path) -> None:

@@ -22,9 +22,9 @@ from msgspec.structs import replace
 from consumers.reef_publisher.role import Heartbeats
 from consumers.reef_supervisor import role as role_module
 from consumers.reef_supervisor.commands import _demo
-from consumers.reef_supervisor.demo import _config
+from consumers.reef_supervisor.demo_config import configured
 from consumers.reef_supervisor.deployment import _settle
-from consumers.reef_supervisor.harness import Scored, score
+from consumers.reef_supervisor.harness import TASKS, Scored, score
 from consumers.reef_supervisor.processes import Child
 from consumers.reef_supervisor.role import Supervisor
 from consumers.reef_supervisor.tally import Tally
@@ -176,7 +176,7 @@ def test_a_resumed_demo_takes_a_free_port_and_its_own_server(tmp_path: Path) -> 
         tmp_path, '{"gateway": {"port": 4242}, "nats": {"url": "nats://127.0.0.1:1"}, "scenario": "digit"}'
     )
     (tmp_path / "run" / "deployment.json").write_bytes(dump(kept))
-    found = _config(_demo().parse_args(["--resume", str(tmp_path)]), None)
+    found = configured(_demo().parse_args(["--resume", str(tmp_path)]), None)
     assert (found.gateway.port, found.nats.url, found.state_dir) == (0, "", str(tmp_path))
 
 
@@ -184,16 +184,16 @@ def test_a_resumed_demo_keeps_what_its_engines_were_told(tmp_path: Path) -> None
     (tmp_path / "run").mkdir()
     kept = load_json(tmp_path, '{"inference": {"lease-s": 3.5, "max-batch": 7}}')
     (tmp_path / "run" / "deployment.json").write_bytes(dump(kept))
-    assert _config(_demo().parse_args(["--resume", str(tmp_path)]), None).inference == kept.inference
+    assert configured(_demo().parse_args(["--resume", str(tmp_path)]), None).inference == kept.inference
 
 
 def test_a_demo_over_servers_finds_its_model_where_its_folder_was_moved_to(tmp_path: Path) -> None:
     (before, after), words = (tmp_path / "before", tmp_path / "after"), ["--engine", "sglang"]
-    made = _config(_demo().parse_args([*words, "--keep", str(before)]), None)
+    made = configured(_demo().parse_args([*words, "--keep", str(before)]), None)
     (before / "run").mkdir()
     (before / "run" / "deployment.json").write_bytes(dump(made))
     before.rename(after)
-    found = _config(_demo().parse_args([*words, "--resume", str(after)]), None)
+    found = configured(_demo().parse_args([*words, "--resume", str(after)]), None)
     assert found.inference == replace(made.inference, model_path=str(after / "model"))
 
 
@@ -373,3 +373,8 @@ def test_rewards_are_means_per_release_over_enough_answers() -> None:
 @pytest.mark.parametrize(("text", "reward"), [("7777", 1.0), ("7a7b", 0.5), ("", 0.0), ("1234", 0.0)])
 def test_the_verifier_gives_the_fraction_that_repeats_the_question(text: str, reward: float) -> None:
     assert score("7", text) == reward
+
+
+@pytest.mark.parametrize(("digit", "text", "reward"), [("6", "7a7b", 0.5), ("9", "0000", 1.0), ("7", "7777", 0.0)])
+def test_another_task_wants_the_digit_after_it(digit: str, text: str, reward: float) -> None:
+    assert TASKS["successor"](digit, text) == reward

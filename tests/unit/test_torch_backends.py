@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -370,8 +370,14 @@ def ask(chance: random.Random, version: int) -> list[tuple[int, Prompt]]:
     ]
 
 
-def judge(asked: Sequence[tuple[int, Prompt]], answers: Sequence[Completion]) -> list[Sample]:
-    """Task `digit`: the reward is the share of the answer that repeats the digit."""
+def same(digit: int) -> int:
+    return digit
+
+
+def judge(
+    asked: Sequence[tuple[int, Prompt]], answers: Sequence[Completion], wanted: Callable[[int], int] = same
+) -> list[Sample]:
+    """The reward is the share of the answer that is as wanted; in task `digit`, that repeats the digit."""
     return [
         Sample(
             record=f"r{number}",
@@ -380,7 +386,7 @@ def judge(asked: Sequence[tuple[int, Prompt]], answers: Sequence[Completion]) ->
             completion=answer.ids,
             logprobs=answer.logprobs,
             load_id="w",
-            reward=answer.ids.count(prompt.ids[1]) / 4,
+            reward=answer.ids.count(wanted(prompt.ids[1])) / 4,
         )
         for number, ((place, prompt), answer) in enumerate(zip(asked, answers, strict=True))
     ]

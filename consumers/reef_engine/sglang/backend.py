@@ -13,58 +13,29 @@ import logging
 import math
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import aiohttp
 import msgspec
 
 from consumers.reef_engine.sglang import moves, requests
+from consumers.reef_engine.sglang.adapters import Held
 from consumers.reef_engine.sglang.client import Client, words
+from consumers.reef_engine.sglang.limits import Limits
 from consumers.reef_engine.sglang.room import Room
 from consumers.reef_engine.sglang.sums import Oracle, Sums, flaw
 from reef_bus.backends import Answer, Completion, ContinuousBackend, Layout, Pieces, Prompt, Proof
 from reef_bus.config import Inference
 from reef_bus.core.publication import DRAIN, PAUSES, RETRACT
-from reef_bus.errors import Rejected, TransferError, Unavailable
+from reef_bus.errors import NotHeld, Rejected, TransferError, Unavailable
+from reef_bus.events import Lora
 from reef_bus.runner import blocking
 
 log = logging.getLogger(__name__)
 
 SUMS_S = 300.0
-RESERVED, PROMPT_RESERVED = 2, 7
-"""Positions that the server gives to nobody: an answer is cut there, and nothing said; a longer prompt is refused."""
 KNOWN = 8
 """Versions of which the expected sums are remembered: the head and what comes next, and a few to go back to."""
-
-
-class Limits(msgspec.Struct, frozen=True):
-    """What of a model's configuration bounds a prompt: the server's process ends on an id beyond the vocabulary."""
-
-    vocab_size: int
-    max_position_embeddings: int
-
-    @classmethod
-    def of(cls, model: Path) -> Limits:
-        try:
-            return msgspec.json.decode((model / "config.json").read_bytes(), type=cls)
-        except (OSError, msgspec.MsgspecError) as error:
-            raise Rejected(f"{model / 'config.json'} does not say what a prompt may be: {error}") from error
-
-    def check(self, prompt: Prompt) -> None:
-        if not prompt.ids or not all(0 <= token < self.vocab_size for token in prompt.ids):
-            raise Rejected(
-                f"found prompt ids {prompt.ids}; expected at least one, each from 0 to {self.vocab_size - 1}"
-            )
-        if len(prompt.ids) > (most := self.max_position_embeddings - PROMPT_RESERVED):
-            raise Rejected(f"found a prompt of {len(prompt.ids)} tokens; expected {most} at most")
-        room = self.max_position_embeddings - RESERVED - len(prompt.ids)
-        if not 1 <= prompt.max_tokens <= room:
-            raise Rejected(
-                f"found max_tokens {prompt.max_tokens}; after {len(prompt.ids)} prompt tokens 1 to {room} fit"
-            )
-        if not (math.isfinite(prompt.temperature) and prompt.temperature >= 0):
-            raise Rejected(f"found temperature {prompt.temperature}; expected 0 (greedy) or a positive number")
 
 
 class SGLangEngine(ContinuousBackend):
@@ -82,6 +53,7 @@ class SGLangEngine(ContinuousBackend):
         oracle: Oracle,
         device: str,
         died: Callable[[str], None],
+        held: Held | None = None,
         *,
         spans: bool,
         borrowed: bool = False,
@@ -92,6 +64,7 @@ class SGLangEngine(ContinuousBackend):
         self.device, self.died, self.borrowed = device, died, borrowed
         self.pauses = PAUSES if spans else (DRAIN, RETRACT)
         self.limits = Limits.of(room.folder)
+        self.held, self.adapters = held, held.adapters.most() if held else 0
         self._expected: dict[str, list[Sums]] = {}
         self._session: aiohttp.ClientSession | None = None
         self._halted = False
@@ -161,6 +134,29 @@ class SGLangEngine(ContinuousBackend):
             expected, self.client.post("weights_checker", requests.weights_checker("checksum"), SUMS_S)["ranks"]
         )
 
+    # -- adapters
+
+    def load_adapter(self, name: str, tensors: Pieces, lora: Lora) -> None:
+        self._held().load(name, tensors, lora)
+
+    def adapter_proof(self, name: str, manifest: str, lora: Lora) -> Proof:
+        try:
+            return self._held().proof(name, manifest, lora)
+        except Unavailable as error:
+            self.died(str(error))  # it would be asked in vain for ever
+            raise
+
+    def unload_adapter(self, name: str) -> str:
+        return self._held().unload(name)
+
+    def resident(self) -> frozenset[str]:
+        return self.held.listed() if self.held else frozenset()
+
+    def _held(self) -> Held:
+        if self.held is None:
+            raise self._no_adapters()
+        return self.held
+
     def close(self) -> None:
         """Whoever started the server, the room and the oracle ends them."""
 
@@ -190,7 +186,9 @@ class SGLangEngine(ContinuousBackend):
         except (aiohttp.ClientError, OSError) as error:
             raise Unavailable(f"SGLang does not answer: {error!r}") from error
         if reply.status != 200:
-            raise Rejected(f"SGLang answered {reply.status}: {words(said.decode(errors='replace'))}")
+            text = words(said.decode(errors="replace"))
+            refused = NotHeld if any(each in text for each in requests.NO_ADAPTER) else Rejected
+            raise refused(f"SGLang answered {reply.status}: {text}")
         return _answer(prompt, said)
 
     def _http(self) -> aiohttp.ClientSession:
@@ -234,7 +232,12 @@ def _heard(told: asyncio.Future[Any]) -> None:
 
 def _body(prompt: Prompt, rid: str | None = None) -> requests.Body:
     return requests.generate(
-        prompt.ids, max_tokens=prompt.max_tokens, temperature=prompt.temperature, seed=prompt.seed, rid=rid
+        prompt.ids,
+        max_tokens=prompt.max_tokens,
+        temperature=prompt.temperature,
+        seed=prompt.seed,
+        rid=rid,
+        adapter=prompt.adapter or None,
     )
 
 

@@ -14,6 +14,7 @@ from consumers.reef_engine.sglang.launch import POLL_S, healthy
 from reef_bus.config import Inference
 from reef_bus.errors import Rejected, TransferError, Unavailable
 from reef_bus.runner import blocking
+from reef_bus.sections import Adapters
 
 LOOK_S = 2.0
 MISSES = 3  # so many calls in a row without an answer: it is gone
@@ -25,7 +26,7 @@ class Borrowed:
     def __init__(self, client: Client) -> None:
         self.client = client
 
-    async def ready(self, inference: Inference, *, spans: bool) -> None:
+    async def ready(self, inference: Inference, adapters: Adapters, *, spans: bool) -> None:
         """Wait until it generates; `spans`: an answer may be made by several versions. Raises Unavailable when
         it does not in time, and Rejected for another one than the configuration says: what it has to hold could not be
         worked out."""
@@ -34,7 +35,8 @@ class Borrowed:
             if time.monotonic() > until:
                 raise Unavailable(f"no SGLang generates at {self.client.url} (waited {inference.start_s:g} s)")
             await asyncio.sleep(POLL_S)
-        if wrong := _differs(await blocking(self.client.get, "server_info"), inference, spans=spans):
+        said = await blocking(self.client.get, "server_info")
+        if wrong := _differs(said, inference, spans=spans) or (adapters.most() and _holds_none(said, adapters)):
             raise Rejected(f"the server at {self.client.url} {wrong}")
 
     async def ended(self) -> str:
@@ -61,4 +63,19 @@ def _differs(said: dict[str, Any], inference: Inference, *, spans: bool) -> str:
         return "has a prefix cache: set inference.prefix-cache, or start it with --disable-radix-cache"
     if spans and not said.get("disable_overlap_schedule"):
         return "counts a token to the wrong version: start it with --disable-overlap-schedule, or set publication.pause"
+    return ""
+
+
+def _holds_none(said: dict[str, Any], adapters: Adapters) -> str:
+    """Why it cannot hold the adapters as they are configured, or would not keep them."""
+    if not said.get("enable_lora"):
+        return "takes no adapters: start it with --enable-lora"
+    if said.get("max_loaded_loras") is not None:
+        return "makes room for adapters by itself: start it without --max-loaded-loras"
+    if (said.get("max_lora_rank") or 0) < adapters.rank:
+        return (
+            f"takes adapters of rank {said.get('max_lora_rank')} at most: start it with --max-lora-rank {adapters.rank}"
+        )
+    if missing := sorted(set(adapters.targets) - set(said.get("lora_target_modules") or ())):
+        return f"takes no adapters with {missing[0]}: start it with --lora-target-modules {' '.join(adapters.targets)}"
     return ""

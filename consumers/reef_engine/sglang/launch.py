@@ -24,6 +24,7 @@ from reef_bus.config import Inference
 from reef_bus.embedded import die_with_parent
 from reef_bus.errors import Rejected, TransferError, Unavailable
 from reef_bus.runner import blocking
+from reef_bus.sections import Adapters
 
 log = logging.getLogger(__name__)
 
@@ -81,6 +82,16 @@ def server_flags(inference: Inference, port: int, key: str, device: str, *, span
     found += ["--sleep-on-idle"] if device == "cpu" else []  # one that waits would keep a core from all others
     found += ["--disable-overlap-schedule"] if spans or device == "cpu" else []
     return found + ([] if inference.prefix_cache else ["--disable-radix-cache"])
+
+
+def adapter_flags(adapters: Adapters, device: str) -> list[str]:
+    """Room for all that it may hold, and the base model, in one batch. Nothing bounds how many it holds (SGLang's
+    --max-loaded-loras): it would make room by itself, and what goes is decided on the log."""
+    if not adapters.most():
+        return []
+    found = ["--enable-lora", "--max-lora-rank", str(adapters.rank), "--lora-target-modules", *adapters.targets]
+    found += ["--max-loras-per-batch", str(adapters.most() + 1)]
+    return found + (["--lora-backend", "torch_native"] if device == "cpu" else [])
 
 
 def _option(name: str, value: str | int | float | bool) -> list[str]:

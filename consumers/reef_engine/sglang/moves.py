@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from consumers.reef_engine.sglang import requests
@@ -31,9 +32,9 @@ BUCKET_BYTES = 256 << 20
 Tensors = Mapping[str, Any]
 
 
-def tensors(room: Room) -> Tensors:
-    """torch's views of the room: no copy."""
-    return importlib.import_module("safetensors.torch").load_file(str(room.weights))  # type: ignore[no-any-return]
+def tensors(file: Path) -> Tensors:
+    """torch's views of the file: no copy."""
+    return importlib.import_module("safetensors.torch").load_file(str(file))  # type: ignore[no-any-return]
 
 
 def from_disk(client: Client, room: Room, load_id: str, *, flush: bool) -> None:
@@ -43,18 +44,18 @@ def from_disk(client: Client, room: Room, load_id: str, *, flush: bool) -> None:
 
 
 def from_tensors(client: Client, room: Room, load_id: str, ranks: int, *, flush: bool) -> None:
-    """In the request itself, as bytes and nothing that is shared: what it cannot unpickle ends the server's process."""
+    """In the request itself."""
     with _Session(client):
-        for bucket, last in _buckets(tensors(room)):
+        for bucket, last in _buckets(tensors(room.weights)):
             said = {"flush": flush and last, "version": load_id if last else None}
-            body = requests.update_weights_from_tensor([_pickled(bucket)] * ranks, **said)  # type: ignore[arg-type]
+            body = requests.update_weights_from_tensor([pickled(list(bucket.items()))] * ranks, **said)  # type: ignore[arg-type]
             client.post("update_weights_from_tensor", body, UPDATE_S)
 
 
 def broadcast(client: Client, room: Room, load_id: str, ranks: int, device: str, *, host: str, flush: bool) -> None:
     """Through a process group of the server's ranks and us, which they find at `host`, and which ends with it."""
     with _Group(client, ranks, device, host) as group, _Session(client):
-        for bucket, last in _buckets(tensors(room)):
+        for bucket, last in _buckets(tensors(room.weights)):
             layout = {name: (str(each.dtype).removeprefix("torch."), each.shape) for name, each in bucket.items()}
             body = requests.update_weights_from_distributed(
                 layout, group=group.name, flush=flush and last, version=load_id if last else None
@@ -99,9 +100,10 @@ def _buckets(found: Tensors) -> Iterator[tuple[dict[str, Any], bool]]:
     yield bucket, True
 
 
-def _pickled(bucket: Mapping[str, Any]) -> str:
+def pickled(tensors: Any) -> str:
+    """As bytes and nothing that is shared: what the server cannot unpickle ends its process."""
     out = io.BytesIO()
-    pickle.dump(list(bucket.items()), out)
+    pickle.dump(tensors, out)
     return base64.b64encode(out.getvalue()).decode()
 
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
+from reef_bus.events import Lora
+
 Body = dict[str, Any]
 
 SEEDS = 2**63
@@ -23,12 +25,12 @@ READ: Mapping[str, tuple[str, ...]] = {
     "flush_cache": (),
     "generate": ("output_ids", "meta_info"),
     "init_weights_update_group": ("success", "message"),
-    "load_lora_adapter": ("success", "error_message", "loaded_adapters"),
+    "load_lora_adapter_from_tensors": ("error_message",),
     "model_info": ("model_path", "model_type", "weight_version"),
     "pause_generation": ("status",),
     "release_memory_occupation": (),
     "resume_memory_occupation": (),
-    "unload_lora_adapter": ("success", "error_message", "loaded_adapters"),
+    "unload_lora_adapter": ("error_message",),
     "update_weight_version": ("success", "message", "new_version"),
     "update_weights_from_disk": ("success", "message"),
     "update_weights_from_distributed": ("success", "message"),
@@ -37,7 +39,17 @@ READ: Mapping[str, tuple[str, ...]] = {
 }
 """By route: the fields of its answer that we read. Where there are none, the HTTP status says all."""
 
-META_INFO = ("finish_reason", "output_token_logprobs", "weight_version", "weight_versions", "num_retractions")
+MODEL = ("id", "parent")
+"""One of `v1/models`' `data`: an adapter has the base model as its parent."""
+
+META_INFO = (
+    "finish_reason",
+    "input_token_logprobs",
+    "output_token_logprobs",
+    "weight_version",
+    "weight_versions",
+    "num_retractions",
+)
 """What we read of `generate`'s `meta_info`. A logprob is [logprob, id, text or null]; a finish reason has a `type`."""
 
 SPAN = ("version", "start", "end")
@@ -70,6 +82,15 @@ def generate(
     }
     optional = {"rid": rid, "lora_path": adapter}
     return body | {name: value for name, value in optional.items() if value is not None}
+
+
+def probe(ids: Sequence[int], *, adapter: str) -> Body:
+    """What it thinks of each of these tokens but the first; none of them is taken from the prefix cache."""
+    return generate(ids, max_tokens=1, temperature=1.0, adapter=adapter) | {"logprob_start_len": 0}
+
+
+NO_ADAPTER = ("Got LoRA adapter that has never been loaded:", "Failed to implicitly load LoRA adapter")
+"""How the server refuses a request for an adapter that it has not; the adapter's name follows."""
 
 
 def sampling_params(max_tokens: int, temperature: float, seed: int | None = None) -> Body:
@@ -182,12 +203,28 @@ def weights_checker(action: Literal["checksum", "snapshot", "reset_tensors", "co
 # Adapters and memory.
 
 
-def load_lora_adapter(name: str, folder: str, *, pinned: bool = False) -> Body:
-    return {"lora_name": name, "lora_path": folder, "pinned": pinned}
+def load_lora_adapter_from_tensors(name: str, lora: Lora, serialized: Sequence[str], sums: Mapping[str, str]) -> Body:
+    """`serialized`: by tensor-parallel rank, base64 of a pickled dict. `sums`: by tensor, sha256 in hex. Each rank
+    compares them with what it has received, and a difference ends the server's process."""
+    config = {
+        "peft_type": "LORA",
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
+        "target_modules": list(lora.targets),
+        "bias": "none",
+        "use_dora": False,
+        "use_rslora": False,
+    }
+    return {
+        "lora_name": name,
+        "config_dict": config,
+        "serialized_named_tensors": list(serialized),
+        "expected_checksums": dict(sums),
+    }
 
 
 def unload_lora_adapter(name: str) -> Body:
-    """No fence: a request that names the adapter later loads it again from its folder."""
+    """No fence for one that was loaded from a folder: a request that names it later loads it again from there."""
     return {"lora_name": name}
 
 

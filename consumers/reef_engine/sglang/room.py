@@ -10,16 +10,18 @@ import hashlib
 import mmap
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from reef_bus.backends import Layout, Piece, Pieces
 from reef_bus.errors import TransferError, Unavailable
 from reef_bus.safetensors_file import laid_out
+from reef_bus.shelf import Part
 
 WEIGHTS = "model.safetensors"
 WEIGHTS_OF_OTHERS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx")
 SHARED = Path("/dev/shm")
+ADAPTERS = "adapters"
 NAMED = 32
 """Characters of an engine's name: a socket's path has 107 at most."""
 
@@ -55,6 +57,27 @@ class Room:
     @property
     def weights(self) -> Path:
         return self.folder / WEIGHTS
+
+    @property
+    def layouts(self) -> Mapping[str, Layout]:
+        """Of the tensors for which it was made last."""
+        return self._layouts
+
+    def adapter(self, name: str) -> Path:
+        """The file of the adapter of this name."""
+        return self.folder / ADAPTERS / f"{name}.safetensors"
+
+    def adapters(self) -> set[str]:
+        """The names of those whose files are here."""
+        return {file.stem for file in (self.folder / ADAPTERS).glob("*.safetensors")}
+
+    def keep(self, name: str, parts: Iterable[Part]) -> None:
+        """An adapter's file, which is never changed."""
+        file = self.adapter(name)
+        file.parent.mkdir(exist_ok=True)
+        with file.open("xb") as written:
+            for part in parts:
+                written.write(part)
 
     def fit(self, layouts: Mapping[str, Layout]) -> Pieces:
         """Writable views for tensors of these layouts: the same ones, as long as they are asked for the same."""

@@ -12,11 +12,13 @@ from collections.abc import Awaitable, Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
-from consumers.reef_engine.sglang.backend import Limits, SGLangEngine
+from consumers.reef_engine.sglang.adapters import Held, incomplete
+from consumers.reef_engine.sglang.backend import SGLangEngine
 from consumers.reef_engine.sglang.borrowed import Borrowed
 from consumers.reef_engine.sglang.client import Client
 from consumers.reef_engine.sglang.launch import (
     Process,
+    adapter_flags,
     device,
     environment,
     free_port,
@@ -24,11 +26,14 @@ from consumers.reef_engine.sglang.launch import (
     require_installed,
     server_flags,
 )
+from consumers.reef_engine.sglang.limits import Limits
+from consumers.reef_engine.sglang.probes import Reference
 from consumers.reef_engine.sglang.room import Room, place
 from consumers.reef_engine.sglang.sums import Oracle
-from reef_bus.config import Config, Inference
+from reef_bus.config import Config
 from reef_bus.core.effects import Me
 from reef_bus.core.publication import IN_PLACE
+from reef_bus.errors import Rejected
 from reef_bus.runner import blocking
 
 KEY = "SGLANG_API_KEY"
@@ -39,6 +44,8 @@ async def start(config: Config, me: Me, died: Callable[[str], None], stack: cont
     """An engine that may be loaded. `died` is told, once, when its server ends by itself later on. Raises Rejected for
     a configuration that no server comes of, and Unavailable when it does not come up."""
     require_installed()
+    if config.adapters.most() and (unfit := incomplete(config.adapters.targets)):
+        raise Rejected(f"adapters.targets: {unfit}")
     inference, run = config.inference, config.folder("run")
     Limits.of(Path(inference.model_path))
     where = await blocking(device, inference.device)
@@ -48,28 +55,34 @@ async def start(config: Config, me: Me, died: Callable[[str], None], stack: cont
     around = environment(where, room.scratch, ranks)
     oracle = Oracle(flags, ranks, free_port(), around, run / f"{me.id}.oracle.log")
     stack.callback(oracle.close)
+    reference = None
+    if config.adapters.most():
+        reference = Reference(around, run / f"{me.id}.reference.log")
+        stack.callback(reference.close)
     spans = config.publication.pause == IN_PLACE
     if url := inference.urls.get(me.id):
         client = Client(url.rstrip("/"), os.environ.get(KEY, ""))
-        ended = await _borrowed(inference, client, spans)
+        ended = await _borrowed(config, client, spans)
     else:
         port = free_port()
         client = Client(f"http://127.0.0.1:{port}", me.boot)
         argv = ["-m", "sglang.launch_server", *flags, *server_flags(inference, port, me.boot, where, spans=spans)]
+        argv += adapter_flags(config.adapters, where)
         server = Process(argv, around, run / f"{me.id}.sglang.log")
         stack.callback(server.end)
         await server.ready(client, inference.start_s)
         ended = server.ended()
     watching = asyncio.create_task(_watch(ended, died))
     stack.callback(watching.cancel)
-    engine = SGLangEngine(inference, client, room, oracle, where, died, spans=spans, borrowed=bool(url))
+    held = Held(client, room, reference, config, where) if reference else None
+    engine = SGLangEngine(inference, client, room, oracle, where, died, held, spans=spans, borrowed=bool(url))
     stack.push_async_callback(engine.disconnect)
     return engine
 
 
-async def _borrowed(inference: Inference, client: Client, spans: bool) -> Coroutine[Any, Any, str]:
+async def _borrowed(config: Config, client: Client, spans: bool) -> Coroutine[Any, Any, str]:
     server = Borrowed(client)
-    await server.ready(inference, spans=spans)
+    await server.ready(config.inference, config.adapters, spans=spans)
     return server.ended()
 
 

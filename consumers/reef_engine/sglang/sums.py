@@ -56,8 +56,9 @@ class Oracle:
         the processes are of no use."""
         until = time.monotonic() + limit_s
         for worker in self.workers:
-            worker.ask(weights)
-        said = [worker.answer(until) for worker in self.workers]  # of all: what is left would answer the next question
+            worker.ask(str(weights))
+        said = [msgspec.json.decode(worker.answer(until), type=Said) for worker in self.workers]
+        # of all: what is left would answer the next question
         if errors := [each.error for each in said if each.sums is None]:
             raise TransferError("mismatch", errors[0])
         if unread := set.intersection(*(set(each.unread) for each in said)):
@@ -97,15 +98,15 @@ class Worker:
         finally:
             os.close(theirs)
 
-    def ask(self, weights: Path) -> None:
+    def ask(self, question: Any) -> None:
         assert self.process.stdin is not None
         try:
-            self.process.stdin.write(msgspec.json.encode(str(weights)) + b"\n")
+            self.process.stdin.write(msgspec.json.encode(question) + b"\n")
             self.process.stdin.flush()
         except OSError as error:
             raise self._gone("has ended") from error
 
-    def answer(self, until: float) -> Said:
+    def answer(self, until: float) -> bytes:
         line, poll = bytearray(), select.poll()
         poll.register(self.answers, select.POLLIN)
         while not line.endswith(b"\n"):
@@ -115,10 +116,10 @@ class Worker:
             if not some:
                 raise self._gone("has ended")
             line += some
-        return msgspec.json.decode(line, type=Said)
+        return bytes(line)
 
     def _gone(self, what: str) -> Unavailable:
-        return Unavailable(f"the process that works out SGLang's sums {what}; see {self.out}")
+        return Unavailable(f"the process that works out what SGLang should say {what}; see {self.out}")
 
     def close(self) -> None:
         self.process.kill()

@@ -1,0 +1,191 @@
+"""The LoRA adapters of one server: put into it, proven by how it answers with them, taken out of it for certain.
+
+Knows: the server, the room, the reference. Must not know: which adapter is due, or when.
+What would end the server's process at the first request, or be passed over, is refused before the server hears of it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from consumers.reef_engine.sglang import moves, requests
+from consumers.reef_engine.sglang.client import Client
+from consumers.reef_engine.sglang.limits import Limits
+from consumers.reef_engine.sglang.probes import Probe, Reference
+from consumers.reef_engine.sglang.room import Room
+from reef_bus.backends import Layout, Pieces, Proof
+from reef_bus.checkpoint import METADATA
+from reef_bus.config import Config
+from reef_bus.errors import Rejected, TransferError, Unavailable
+from reef_bus.events import Lora
+from reef_bus.manifest import describe
+from reef_bus.safetensors_file import encoded, mapped
+from reef_bus.shelf import Part
+
+ASK_S = 60.0
+PROBE = 64
+"""Tokens of which the logprobs are compared, where a prompt may have so many."""
+WITHIN, WITHIN_ROUNDED = 1e-4, 0.5
+"""How far two implementations may differ in one logprob: in float32 on a CPU (measured: 8e-6); in any other dtype, and
+on a GPU (bfloat16 on a CPU: 0.15)."""
+PREFIX = "base_model.model."
+
+
+class Held:
+    """What a server holds beside the base model that lies in the room: there, too, as it was sent."""
+
+    def __init__(self, client: Client, room: Room, reference: Reference, config: Config, device: str) -> None:
+        self.client, self.room, self.reference, self.adapters = client, room, reference, config.adapters
+        self.ranks = config.inference.tensor_parallel_size
+        exact = device == "cpu" and config.inference.dtype == "float32"
+        self.within = WITHIN if exact else WITHIN_ROUNDED
+        limits = Limits.of(room.folder)
+        ids = limits.vocab_size - 1  # SGLang 0.5.23 calls the last id of a prompt 0
+        self.probe = tuple(_drawn(place) % ids for place in range(min(PROBE, limits.longest())))
+
+    def load(self, name: str, tensors: Pieces, lora: Lora) -> None:
+        manifest = describe(tensors)
+        if flaw := self._unfit(name, manifest.layouts(), lora):
+            raise TransferError("mismatch", f"adapter {name}: {flaw}")
+        self._kept(name, encoded(manifest, tensors, METADATA))
+        sent = moves.pickled(moves.tensors(self.room.adapter(name)))
+        sums = {each: hashlib.sha256(piece.data).hexdigest() for each, piece in tensors.items()}
+        body = requests.load_lora_adapter_from_tensors(name, lora, [sent] * self.ranks, sums)
+        self._asked("load_lora_adapter_from_tensors", body)
+
+    def _kept(self, name: str, parts: Iterator[Part]) -> None:
+        try:
+            self.room.keep(name, parts)
+        except OSError as error:
+            self.room.adapter(name).unlink(missing_ok=True)
+            raise TransferError("memory", f"no room for adapter {name}: {error}") from error
+
+    def _asked(self, route: str, body: requests.Body) -> Any:
+        try:
+            return self.client.post(route, body, ASK_S)
+        except Unavailable as error:  # what the server holds now is for a proof to say, or for an unload
+            raise TransferError("closed", str(error)) from error
+
+    def _unfit(self, name: str, found: Mapping[str, Layout], lora: Lora) -> str:
+        held = self.room.adapters()
+        if name in held | self.listed():
+            return "the server holds one of this name"
+        if len(held) >= self.adapters.most():
+            return f"the server holds {len(held)} already, and adapters.capacity is {self.adapters.most()}"
+        if lora.rank > self.adapters.rank or not set(lora.targets) <= set(self.adapters.targets):
+            return f"found {lora}, and the server was started for {self.adapters.lora()}"
+        return incomplete(lora.targets) or _differs(dict(layouts(self.room.layouts, lora)), found)
+
+    def proof(self, name: str, manifest: str, lora: Lora) -> Proof:
+        """By what the server answers, held against another implementation, which reads the very file that was sent. The
+        sums of what it received were compared by the server, when it loaded them."""
+        try:
+            tensors = mapped(self.room.adapter(name))
+        except Rejected as error:
+            return Proof(str(error), 0, self.algorithm)
+        if (sent := describe(tensors).digest) != manifest:
+            return Proof(f"the server was sent {sent}, expected {manifest}", len(tensors), self.algorithm)
+        return Proof(self._flaw(name, lora), len(tensors), self.algorithm)
+
+    @property
+    def algorithm(self) -> str:
+        return f"sha256+logprobs-within-{self.within:g}"
+
+    def _flaw(self, name: str, lora: Lora) -> str:
+        if name not in self.listed():
+            return "the server does not list it"
+        probe = Probe(str(self.room.folder), str(self.room.adapter(name)), lora.alpha / lora.rank, self.probe)
+        expected = self.reference.logprobs(probe)
+        found = _logprobs(self._asked("generate", requests.probe(self.probe, adapter=name)))
+        if [token for _, token in found] != list(self.probe[1:]):
+            return "the server spoke of other tokens than it was asked for"
+        return _furthest([logprob for logprob, _ in found], expected, self.within)
+
+    def unload(self, name: str) -> str:
+        """Once a server has unloaded an adapter that came from a folder, the next request that names it loads it again.
+        Ours came in a request, and there is no folder; that it is so is asked each time."""
+        self.room.adapter(name).unlink(missing_ok=True)
+        try:
+            said = self._told(name)
+            if name in self.listed():
+                return f"the server still lists it; it said: {said}"
+        except TransferError as error:
+            return str(error)
+        return self._answers(name)
+
+    def _told(self, name: str) -> str:
+        try:
+            self._asked("unload_lora_adapter", requests.unload_lora_adapter(name))
+        except TransferError as error:
+            return str(error)  # that it knows no such adapter, too, is for its list and its answers to show
+        return "success"
+
+    def _answers(self, name: str) -> str:
+        """Why a request that names it is not refused, and for the reason that there is no such adapter."""
+        try:
+            self._asked("generate", requests.probe(self.probe[:2], adapter=name))
+        except TransferError as error:
+            return "" if any(f"{words} {name}" in str(error) for words in requests.NO_ADAPTER) else str(error)
+        return "the server still answers requests that name it"
+
+    def listed(self) -> frozenset[str]:
+        try:
+            cards = self.client.get("v1/models")["data"]
+        except Unavailable as error:
+            raise TransferError("closed", str(error)) from error
+        return frozenset(card["id"] for card in cards if card["parent"])
+
+
+def _drawn(place: int) -> int:
+    return int.from_bytes(hashlib.sha256(b"%d" % place).digest()[:8])
+
+
+def incomplete(targets: Sequence[str]) -> str:
+    """Why SGLang, which fuses some layers, cannot serve adapters of these: it refuses to load one that has q_proj
+    without v_proj, and ends at the first request for one with k_proj, v_proj or up_proj alone."""
+    needs = {"q_proj": "v_proj", "v_proj": "q_proj", "k_proj": "q_proj", "up_proj": "gate_proj"}
+    for target, other in needs.items():
+        if target in targets and other not in targets:
+            return f"SGLang serves no adapter with {target} and without {other}: add {other} to adapters.targets"
+    return ""
+
+
+def layouts(base: Mapping[str, Layout], lora: Lora) -> Iterator[tuple[str, Layout]]:
+    """Of the tensors of an adapter, whole: A and B for every layer of the base model that is a target."""
+    for name, (_, shape, _) in base.items():
+        layer = name.removesuffix(".weight")
+        if layer != name and layer.rpartition(".")[2] in lora.targets:
+            rows, columns = shape
+            for letter, sides in (("A", (lora.rank, columns)), ("B", (rows, lora.rank))):
+                yield f"{PREFIX}{layer}.lora_{letter}.weight", ("F32", sides, 4 * sides[0] * sides[1])
+
+
+def _differs(expected: Mapping[str, Layout], found: Mapping[str, Layout]) -> str:
+    if not expected:
+        return "the base model that was loaded has no layer that is a target"
+    if other := sorted(expected.keys() ^ found.keys()):
+        return f"tensor {other[0]!r} is {'missing' if other[0] in expected else 'of no target of the base model'}"
+    for name, layout in expected.items():
+        if found[name] != layout:
+            return f"tensor {name!r} is {found[name][:2]}, expected {layout[:2]}"
+    return ""
+
+
+def _logprobs(said: Any) -> list[tuple[float, int]]:
+    try:
+        return [(float(logprob), token) for logprob, token, _ in said["meta_info"]["input_token_logprobs"][1:]]
+    except (KeyError, TypeError, ValueError) as error:
+        raise TransferError("protocol", f"SGLang's answer has no logprobs of its prompt: {error!r}") from error
+
+
+def _furthest(found: Sequence[float], expected: Sequence[float], within: float) -> str:
+    far = [abs(one - other) for one, other in zip(found, expected, strict=True)]
+    place = max(range(len(far)), key=far.__getitem__)
+    if far[place] <= within:  # not for NaN
+        return ""
+    return (
+        f"the server answers with something else: logprob {place + 1} of the probe is {found[place]:.6f}, expected "
+        f"{expected[place]:.6f} within {within:g}"
+    )

@@ -1,0 +1,73 @@
+"""Two scenarios that train adapters over one frozen base. All processes are real; three are killed, one bit flipped."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pytest import CaptureFixture
+
+from reef_bus.core.ids import adapter_name
+from reef_bus.events import EngineStaged, InferenceRecorded, ReceiverFailed, Recorded, ReleaseCommitted
+from reef_bus.policy import PolicyConfig
+from tests.watched import Watched, asked, ran, require_every_token_to_be_the_trainers
+
+pytestmark = pytest.mark.integration
+
+RELEASES = 8
+KILLS = ("engine-0@EngineStaged", "trainer@TargetPersisted", "publisher@EngineStaged", "engine-1@ReleaseCommitted")
+SCENARIOS = {"digit", "successor"}
+FLIPPED = "engine-1@3"
+
+
+def run(folder: Path, capsys: CaptureFixture[str], *words: str) -> tuple[Watched, dict[str, Any]]:
+    demo = Watched(*asked(["--lora", "--releases", str(RELEASES), "--keep", str(folder), "--json", *words]))
+    return demo, ran(demo, capsys)
+
+
+def test_two_adapters_learn_over_one_base_through_three_kills(tmp_path: Path, capsys: CaptureFixture[str]) -> None:
+    demo, said = run(tmp_path / "demo", capsys, *(word for kill in KILLS for word in ("--kill", kill)))
+    assert {f"{kill['component']}@{kill['event']}" for kill in said["kills"]} == set(KILLS)
+    assert (said["audit_violations"], said["engines"], said["scenarios"].keys()) == (0, 2, SCENARIOS)
+    assert all(each["releases"] >= RELEASES // 2 - 1 for each in said["scenarios"].values())
+    require_every_token_to_be_the_trainers(demo, PolicyConfig(qk_norm=True, hidden=256, ffn=512, init_std=0.1))
+    assert {scenario for scenario, _ in demo.sampled()} == SCENARIOS
+    caught_up = [r for r in demo.history.log if isinstance(r.event, EngineStaged) and not r.event.publication]
+    assert "engine-1" in {each.event.key for each in caught_up}
+    for scenario in SCENARIOS:
+        require_only_what_a_boot_had_proven(demo.history.log, demo.history.records, scenario)
+
+
+def require_only_what_a_boot_had_proven(log: list[Recorded], records: list[Recorded], scenario: str) -> None:
+    """A replaced engine, too, has every scenario's adapter back, under its recorded name, before it answers with it."""
+    staged: dict[tuple[str, str], int] = {}
+    for recorded in log:
+        if isinstance(event := recorded.event, EngineStaged) and event.scenario == scenario:
+            assert event.adapter == adapter_name(scenario, event.load_id)
+            staged.setdefault((recorded.boot, event.load_id), recorded.seq)
+    committed = {
+        recorded.event.load_id: recorded.seq for recorded in log if isinstance(recorded.event, ReleaseCommitted)
+    }
+    answers = [e for r in records if isinstance(e := r.event, InferenceRecorded) and e.scenario == scenario]
+    of_releases = [answer for answer in answers if not answer.load_id.endswith(":0")]
+    assert len({answer.boot for answer in of_releases}) >= 2
+    for answer in of_releases:
+        assert max(staged[answer.boot, answer.load_id], committed[answer.load_id]) <= answer.as_of
+
+
+def test_an_adapter_with_a_flipped_bit_never_counts(tmp_path: Path, capsys: CaptureFixture[str]) -> None:
+    demo, said = run(tmp_path / "demo", capsys, "--flip", FLIPPED)
+    failures = [r for r in demo.history.log if isinstance(r.event, ReceiverFailed)]
+    assert said["audit_violations"] == 0 and len(failures) == 1
+    (failed,) = failures
+    event = failed.event
+    assert isinstance(event, ReceiverFailed)
+    assert (event.engine, event.cause, event.adapter) == (
+        "engine-1",
+        "digest",
+        adapter_name(event.scenario, event.load_id),
+    )
+    for recorded in demo.history.log:
+        if isinstance(commit := recorded.event, ReleaseCommitted) and commit.load_id == event.load_id:
+            assert failed.boot not in {each.boot for each in commit.evidence}

@@ -42,6 +42,7 @@ class Adapters:
         self.backend = backend
         self.store = store
         self.lost: frozenset[str] = frozenset()  # what the log says is held, and the engine does not list
+        self._loads = set[str]()  # what this boot has loaded; the log may not have been told yet
         self.doubted = False  # since it may be another engine than that which held them
         self._most = most
         self._received = received
@@ -68,9 +69,9 @@ class Adapters:
     async def look(self, world: World) -> None:
         """Whether the engine lists all that it was proven to hold: it may have been another one meanwhile."""
         found = world.membership.engines.get(self.engine)
-        if found and found.residency and found.residency.slots:
+        if found and found.residency and (found.residency.slots or self._loads):
             proven = frozenset(name for name, slot in found.residency.slots.items() if slot.load_ids)
-            self.lost = proven - await self._listed()
+            self.lost = (proven | self._loads) - await self._listed()
         self.doubted = False
 
     async def _listed(self) -> frozenset[str]:
@@ -132,6 +133,7 @@ class Adapters:
         """What is read is hashed on its way; what the engine made of it is the engine's to prove."""
         if not effect.held:
             self.lost -= {effect.name}
+            self._loads.add(effect.name)
             tensors = read(self.store, effect.weights.digest, manifest)
             self._received(tensors, effect.load_id)
             self.backend.load_adapter(effect.name, tensors, effect.lora)

@@ -537,3 +537,9 @@ def test_a_late_word_on_bytes_that_are_the_heads_takes_nothing_from_the_head() -
     late = adapter_staged("e0", MATH, 2, "m1", adapter=name(MATH, 1))
     world = given(*asked, open_, *of(MATH, halted(2)), late).then()
     assert answers(world, "e0")[MATH] == f"{L(1)} {name(MATH, 1)}" and owes(world, "e0") is None
+
+
+def test_a_rollback_of_a_scenario_that_is_not_there_yet_is_none_of_the_whole_model() -> None:
+    state = given(*SERVING, adapter_rollback_asked(MATH, 0, 0))
+    found = facts_of(publisher_debts(state.world, state.now))
+    assert [(type(e), e.reason) for e in found] == [(PublicationRefused, "unknown_scenario")]  # type: ignore[attr-defined]

@@ -165,6 +165,13 @@ def test_a_trainer_of_the_other_kind_retires() -> None:
     assert "adapters of ['math', 'code']" in only(found).why  # type: ignore[attr-defined]
 
 
+def test_the_base_models_scenario_is_never_registered_as_an_adapters() -> None:
+    """Every reader would halt on it, for ever: what was called so before the configuration changed, stays what it is."""
+    given(*REGISTERED).when(adapter_registered(S)).then(contradicts("the base model's scenario"))
+    found = reactions.trainer(given(*REGISTERED).then(), Me("trainer", "t1"), (S, MATH))
+    assert f"names {S}, which is the base model's" in only(found).why  # type: ignore[attr-defined]
+
+
 def test_a_frozen_base_is_never_trained_and_no_scenario_from_anothers_adapter() -> None:
     given(*FROZEN).when(dispatched("j1")).then(contradicts("digit is not trained from base"))
     step = of(MATH, dispatched("j1", NO_LORA[CODE]))[0]

@@ -429,6 +429,12 @@ def test_what_the_engine_does_not_list_any_more_is_told_and_a_head_is_loaded_aga
     assert answers(world, "e0")[MATH] is None and owes(world, "e0", lost=(lost,)) == load(MATH, 1, "m1")
 
 
+def test_what_is_gone_because_it_was_to_go_is_unloaded_and_not_lost() -> None:
+    full = given(*FROZEN, *THREE, *adapter_trained(CODE, "c2", "c1"), adapter_target(CODE, 4, "c2", E0, E1, parent=2))
+    oldest = UnloadAdapter(name(MATH, 1))
+    assert owes(full.then(), "e0") == oldest == owes(full.then(), "e0", lost=(name(MATH, 1),))
+
+
 def test_what_was_never_there_is_not_lost() -> None:
     assert owes(given(*FROZEN, *ONE).then(), "e0", lost=(name(CODE, 1),)) is None
 

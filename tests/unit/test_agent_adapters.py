@@ -130,6 +130,15 @@ async def test_what_was_lost_and_loaded_again_is_there(tmp_path: Path) -> None:
     assert beside.agent.adapters.there(name(MATH, 1))
 
 
+async def test_what_the_log_knows_to_be_gone_is_remembered_no_longer(tmp_path: Path) -> None:
+    """One name for each release, and each fold would look at all of them."""
+    beside = Beside(tmp_path)
+    beside.see(*FROZEN, *ONE)
+    beside.agent.adapters.lost = frozenset({name(MATH, 1), name(CODE, 7)})
+    await beside.does(beside.effect(n=2))
+    assert beside.agent.adapters.lost == {name(MATH, 1)}
+
+
 async def test_in_doubt_nobody_is_answered_with_an_adapter_until_it_was_looked_which_are_there(tmp_path: Path) -> None:
     beside = Beside(tmp_path)
     beside.see(*FROZEN, *TWO)

@@ -166,7 +166,7 @@ def test_a_trainer_of_the_other_kind_retires() -> None:
 
 
 def test_the_base_models_scenario_is_never_registered_as_an_adapters() -> None:
-    """Every reader would halt on it, for ever: what was called so before the configuration changed, stays what it is."""
+    """Every reader would halt on it, for ever. What was called so before the configuration changed, is still."""
     given(*REGISTERED).when(adapter_registered(S)).then(contradicts("the base model's scenario"))
     found = reactions.trainer(given(*REGISTERED).then(), Me("trainer", "t1"), (S, MATH))
     assert f"names {S}, which is the base model's" in only(found).why  # type: ignore[attr-defined]

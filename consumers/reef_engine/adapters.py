@@ -95,14 +95,19 @@ class Adapters:
 
     async def load(self, effect: LoadAdapter, world: World) -> Event:
         """First of all, be rid of what an earlier load left that was given up before anybody could say so."""
-        for name in self._strays(effect, world, await self._listed()):
+        known = self._known(world)
+        self.lost &= known  # what the log was told is gone need not be remembered
+        for name in self._strays(effect, known, await self._listed()):
             if why := await blocking(self._unload, name):
                 return AdapterLeaked(engine=self.engine, adapter=name, detail=why)
         return await self._loaded(effect)
 
-    def _strays(self, effect: LoadAdapter, world: World, listed: frozenset[str]) -> list[str]:
+    def _known(self, world: World) -> frozenset[str]:
+        """What the log says that this engine holds, or may hold."""
         found = world.membership.engines.get(self.engine)
-        known = found.residency.slots.keys() if found and found.residency else set()
+        return frozenset(found.residency.slots) if found and found.residency else frozenset()
+
+    def _strays(self, effect: LoadAdapter, known: frozenset[str], listed: frozenset[str]) -> list[str]:
         known = known | {effect.name} if effect.held else known - {effect.name}
         return sorted(name for name in listed if _ours(name) and name not in known)
 

@@ -86,6 +86,7 @@ class Server(Endpoint):
             while not await self._served(batch, most):
                 pass
         except Rejected as error:
+            batch.leases.close()  # each takes its own again: who waits for these may hold what opens the gate
             if len(batch.requests) > 1:
                 for waiting in batch.requests:
                     await self._serve(_Batch(waiting), 1)

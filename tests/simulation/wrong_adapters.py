@@ -151,7 +151,7 @@ ADAPTERS = (
     Breakage(
         "load-given-up-and-forgotten",
         "what a load has left that was given up stays where it is, and nobody counts it",
-        (Edit(HELD + "load", "for name in self._strays(effect, world, await self._listed()):", "for name in ():"),),
+        (Edit(HELD + "load", "for name in self._strays(effect, known, await self._listed()):", "for name in ():"),),
         ADAPTED,
     ),
 )

@@ -4,7 +4,7 @@
 
 BIN := .venv/bin
 SGLANG := .venv-sglang
-SHIMS := consumers/reef_engine/sglang/cpu  # what SGLang, and whoever imports transformers beside it, needs on a CPU
+SHIMS := $(CURDIR)/consumers/reef_engine/sglang/cpu  # what SGLang, and whoever imports transformers beside it, needs on a CPU
 PYTHON ?=
 ARGS ?=
 export PYTHON

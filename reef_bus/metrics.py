@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from aiohttp import web
 from prometheus_client import CollectorRegistry, generate_latest
@@ -48,19 +48,21 @@ class Figures(Collector):
             number, age = parse_load_id(release.load_id).sequence, self._since(release.time)
             yield GaugeMetricFamily("reef_release_sequence", "number in the head's load id", number)
             yield GaugeMetricFamily("reef_release_age_seconds", "since the head was committed", age)
-        yield self._adapters()
+        yield from self._adapters()
         yield GaugeMetricFamily("reef_fence_seconds", "how long the present fence has been up", self._since(fence))
         yield GaugeMetricFamily("reef_engines_serving", "engines that may generate", len(serving(world)))
         yield GaugeMetricFamily("reef_engines_released", "engines whose memory a colocated job has", released)
         yield self._restarts()
 
-    def _adapters(self) -> Metric:
-        family = GaugeMetricFamily(
-            "reef_adapter_release_sequence", "number in the load id of a scenario's head", labels=["scenario"]
+    def _adapters(self) -> Iterable[Metric]:
+        number, age = (
+            GaugeMetricFamily(f"reef_adapter_release_{what}", text, labels=["scenario"])
+            for what, text in (("sequence", "number in a scenario's load id"), ("age_seconds", "since its commit"))
         )
         for scenario, head in sorted(self.world.publications.adapters.items()):
-            family.add_metric([scenario], parse_load_id(head.load_id).sequence)
-        return family
+            number.add_metric([scenario], parse_load_id(head.load_id).sequence)
+            age.add_metric([scenario], self._since(head.time))
+        return number, age
 
     def _since(self, then: int) -> float:
         return max(0, self.now - then) / SECOND

@@ -13,7 +13,7 @@ import logging
 import os
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import ParamSpec, TypeVar
 
@@ -179,8 +179,14 @@ class Runner:
             for key, debt in debts.items():
                 if key not in self._effects and key not in self._bare:
                     self._start(debt)
-            if self._bare - before:
+            if self._bare - before or self._kept(debts):
                 self._wake()
+
+    def _kept(self, debts: Mapping[str, Debt]) -> bool:
+        """Whether something is done and not told: its debt may have been gone in between, and be back, for a reason
+        that is not on the log."""
+        done = (key for key, task in self._effects.items() if task.done())
+        return any(key in debts and key not in self._settled for key in done)
 
     def ask(self) -> None:
         """Ask now what is owed, and not at the next tick: something has changed it that is not on the log."""

@@ -42,6 +42,7 @@ class Adapters:
         self.backend = backend
         self.store = store
         self.lost: frozenset[str] = frozenset()  # what the log says is held, and the engine does not list
+        self._loads = set[str]()  # what this boot has loaded; the log may not have been told yet
         self.doubted = False  # since it may be another engine than that which held them
         self._most = most
         self._received = received
@@ -68,9 +69,9 @@ class Adapters:
     async def look(self, world: World) -> None:
         """Whether the engine lists all that it was proven to hold: it may have been another one meanwhile."""
         found = world.membership.engines.get(self.engine)
-        if found and found.residency and found.residency.slots:
+        if found and found.residency and (found.residency.slots or self._loads):
             proven = frozenset(name for name, slot in found.residency.slots.items() if slot.load_ids)
-            self.lost = proven - await self._listed()
+            self.lost = (proven | self._loads) - await self._listed()
         self.doubted = False
 
     async def _listed(self) -> frozenset[str]:
@@ -94,14 +95,19 @@ class Adapters:
 
     async def load(self, effect: LoadAdapter, world: World) -> Event:
         """First of all, be rid of what an earlier load left that was given up before anybody could say so."""
-        for name in self._strays(effect, world, await self._listed()):
+        known = self._known(world)
+        self.lost &= known  # what the log was told is gone need not be remembered
+        for name in self._strays(effect, known, await self._listed()):
             if why := await blocking(self._unload, name):
                 return AdapterLeaked(engine=self.engine, adapter=name, detail=why)
         return await self._loaded(effect)
 
-    def _strays(self, effect: LoadAdapter, world: World, listed: frozenset[str]) -> list[str]:
+    def _known(self, world: World) -> frozenset[str]:
+        """What the log says that this engine holds, or may hold."""
         found = world.membership.engines.get(self.engine)
-        known = found.residency.slots.keys() if found and found.residency else set()
+        return frozenset(found.residency.slots) if found and found.residency else frozenset()
+
+    def _strays(self, effect: LoadAdapter, known: frozenset[str], listed: frozenset[str]) -> list[str]:
         known = known | {effect.name} if effect.held else known - {effect.name}
         return sorted(name for name in listed if _ours(name) and name not in known)
 
@@ -132,6 +138,7 @@ class Adapters:
         """What is read is hashed on its way; what the engine made of it is the engine's to prove."""
         if not effect.held:
             self.lost -= {effect.name}
+            self._loads.add(effect.name)
             tensors = read(self.store, effect.weights.digest, manifest)
             self._received(tensors, effect.load_id)
             self.backend.load_adapter(effect.name, tensors, effect.lora)

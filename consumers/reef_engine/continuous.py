@@ -127,7 +127,7 @@ class Continuous(Endpoint):
         version = self.agent.version(request.waiting.prompt.scenario)
         if version is None:
             return self.missing(request.waiting)
-        request.version, request.parts = version, [self._part(version)]
+        request.version, request.parts = version, [self._part(request, version)]
         task = asyncio.create_task(self._ask(request.waiting.named(version)))
         request.waiting.done.add_done_callback(partial(_cancel, task))
         self.in_hand[task] = request
@@ -136,10 +136,11 @@ class Continuous(Endpoint):
         with self.agent.adapters.leased(prompt.adapter):
             return await self.backend.answer(prompt)
 
-    def _part(self, version: Version) -> Part:
-        """An adapter, and what is below it, stays what it is; the whole model is the head's, whichever that is now."""
+    def _part(self, request: Request, version: Version) -> Part:
+        """A scenario's version stays what it is, with the base model below it; the whole model is the head's, whichever
+        that is now."""
         head = self._head()
-        return Part(version.load_id if version.adapter else head, head, self.agent.world.seq)
+        return Part(version.load_id if request.waiting.prompt.scenario else head, head, self.agent.world.seq)
 
     def _head(self) -> str:
         head = self.agent.world.publications.head
@@ -223,7 +224,7 @@ class Continuous(Endpoint):
         self._take()
         if self._may_go_on():
             for request in self.in_hand.values():
-                request.parts.append(self._part(request.version))
+                request.parts.append(self._part(request, request.version))
         else:
             for task in self.in_hand:
                 task.cancel()

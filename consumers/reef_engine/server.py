@@ -49,8 +49,9 @@ class _Batch:
             self.leases.enter_context(agent.adapters.leased(version.adapter))
 
     def go_on(self, head: str) -> None:
-        """With the whole model that is the head now; an adapter, and what is below it, stays what it is."""
-        self.versions = [each if each.adapter else Version(head) for each in self.versions]
+        """With the whole model that is the head now; a scenario's version stays what it is."""
+        pairs = zip(self.requests, self.versions, strict=True)
+        self.versions = [each if asked.prompt.scenario else Version(head) for asked, each in pairs]
 
     def retract(self) -> None:
         self.retractions += 1
@@ -85,6 +86,7 @@ class Server(Endpoint):
             while not await self._served(batch, most):
                 pass
         except Rejected as error:
+            batch.leases.close()  # each takes its own again: who waits for these may hold what opens the gate
             if len(batch.requests) > 1:
                 for waiting in batch.requests:
                     await self._serve(_Batch(waiting), 1)

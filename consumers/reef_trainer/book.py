@@ -86,8 +86,11 @@ class RecordBook:
         return lag(self.world, load_id, base, self.config.training.max_staleness)
 
     def _hopeless(self, scenario: str, load_id: str) -> bool:
-        """Known, and already too far behind the head: every future base is the head or descends from it. A rollback may
-        bring older weights back; answers of theirs that were forgotten before stay so."""
+        """Of a scenario that is not trained here, a frozen base model's above all: kept, such answers would hold back
+        for ever what is known to be consumed. Or known, and already too far behind the head: every future base is the
+        head or descends from it. A rollback may bring older weights back; answers that were forgotten stay so."""
+        if scenario not in (self.config.adapters.scenarios or (self.config.scenario,)):
+            return True
         published = self.world.publications
         head = published.head_of(scenario)
         return (

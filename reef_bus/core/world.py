@@ -405,6 +405,8 @@ def asked_of(world: World, asked: Request) -> str:
 
 def _no_release(world: World, asked: Request) -> str:
     scenario = asked_of(world, asked)
+    if not scenario and asked.scenario not in ("", world.training.scenario):
+        return "unknown_scenario"
     if world.training.adapters and not scenario:
         return "frozen"
     return "" if world.publications.release(scenario, asked.about) else "unknown_release"

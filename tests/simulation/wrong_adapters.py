@@ -151,7 +151,7 @@ ADAPTERS = (
     Breakage(
         "load-given-up-and-forgotten",
         "what a load has left that was given up stays where it is, and nobody counts it",
-        (Edit(HELD + "load", "for name in await blocking(self._strays, effect, world):", "for name in ():"),),
+        (Edit(HELD + "load", "for name in self._strays(effect, known, await self._listed()):", "for name in ():"),),
         ADAPTED,
     ),
 )

@@ -166,6 +166,13 @@ def test_a_trainer_of_the_other_kind_retires() -> None:
     assert "adapters of ['math', 'code']" in only(found).why  # type: ignore[attr-defined]
 
 
+def test_the_base_models_scenario_is_never_registered_as_an_adapters() -> None:
+    """Every reader would halt on it, for ever. What was called so before the configuration changed, is still."""
+    given(*REGISTERED).when(adapter_registered(S)).then(contradicts("the base model's scenario"))
+    found = reactions.trainer(given(*REGISTERED).then(), Me("trainer", "t1"), (S, MATH))
+    assert f"names {S}, which is the base model's" in only(found).why  # type: ignore[attr-defined]
+
+
 def test_a_frozen_base_is_never_trained_and_no_scenario_from_anothers_adapter() -> None:
     given(*FROZEN).when(dispatched("j1")).then(contradicts("digit is not trained from base"))
     step = of(MATH, dispatched("j1", NO_LORA[CODE]))[0]
@@ -428,6 +435,12 @@ def test_what_the_engine_does_not_list_any_more_is_told_and_a_head_is_loaded_aga
     assert answers(world, "e0")[MATH] is None and owes(world, "e0", lost=(lost,)) == load(MATH, 1, "m1")
 
 
+def test_what_is_gone_because_it_was_to_go_is_unloaded_and_not_lost() -> None:
+    full = given(*FROZEN, *THREE, *adapter_trained(CODE, "c2", "c1"), adapter_target(CODE, 4, "c2", E0, E1, parent=2))
+    oldest = UnloadAdapter(name(MATH, 1))
+    assert owes(full.then(), "e0") == oldest == owes(full.then(), "e0", lost=(name(MATH, 1),))
+
+
 def test_what_was_never_there_is_not_lost() -> None:
     assert owes(given(*FROZEN, *ONE).then(), "e0", lost=(name(CODE, 1),)) is None
 
@@ -543,3 +556,9 @@ def test_a_late_word_on_bytes_that_are_the_heads_takes_nothing_from_the_head() -
     late = adapter_staged("e0", MATH, 2, "m1", adapter=name(MATH, 1))
     world = given(*asked, open_, *of(MATH, halted(2)), late).then()
     assert answers(world, "e0")[MATH] == f"{L(1)} {name(MATH, 1)}" and owes(world, "e0") is None
+
+
+def test_a_rollback_of_a_scenario_that_is_not_there_yet_is_none_of_the_whole_model() -> None:
+    state = given(*SERVING, adapter_rollback_asked(MATH, 0, 0))
+    found = facts_of(publisher_debts(state.world, state.now))
+    assert [(type(e), e.reason) for e in found] == [(PublicationRefused, "unknown_scenario")]  # type: ignore[attr-defined]

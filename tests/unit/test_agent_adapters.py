@@ -8,7 +8,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
@@ -20,9 +22,10 @@ from consumers.reef_engine.fault import Fault
 from consumers.reef_engine.server import Server
 from consumers.reef_gateway.router import Router
 from reef_bus.artifacts import ArtifactStore, save_weights
-from reef_bus.backends import Answer, ContinuousBackend, Generated, Prompt
+from reef_bus.backends import Answer, ContinuousBackend, Generated, Generation, Prompt, Stop
 from reef_bus.config import Adapters, Config
 from reef_bus.core.effects import Debt, LoadAdapter, Me, UnloadAdapter
+from reef_bus.errors import Rejected
 from reef_bus.events import AdapterLeaked, AdapterUnloaded, EngineLeft, EngineStaged, Event, ReceiverFailed
 from tests.facts import CODE, FROZEN, LORA, MATH, L, adapter_trained, digest, leaked, name
 from tests.simulation.adapting import AdapterMemory
@@ -127,6 +130,15 @@ async def test_what_was_lost_and_loaded_again_is_there(tmp_path: Path) -> None:
     assert beside.agent.adapters.there(name(MATH, 1))
 
 
+async def test_what_the_log_knows_to_be_gone_is_remembered_no_longer(tmp_path: Path) -> None:
+    """One name for each release, and each fold would look at all of them."""
+    beside = Beside(tmp_path)
+    beside.see(*FROZEN, *ONE)
+    beside.agent.adapters.lost = frozenset({name(MATH, 1), name(CODE, 7)})
+    await beside.does(beside.effect(n=2))
+    assert beside.agent.adapters.lost == {name(MATH, 1)}
+
+
 async def test_in_doubt_nobody_is_answered_with_an_adapter_until_it_was_looked_which_are_there(tmp_path: Path) -> None:
     beside = Beside(tmp_path)
     beside.see(*FROZEN, *TWO)
@@ -162,16 +174,49 @@ async def test_each_request_is_answered_and_named_by_its_own_scenarios_head(tmp_
     assert beside.agent.adapters._leases == {}
 
 
+class Picky(AdapterMemory):
+    """It refuses prompts that come together, and is in doubt from then on."""
+
+    beside: Beside
+
+    def generate_until(self, prompts: Sequence[Prompt], stop: Stop, kept: Any = None) -> Generation:
+        if len(prompts) > 1:
+            self.beside.agent.proven = ""
+            raise Rejected("one at a time")
+        return super().generate_until(prompts, stop, kept)
+
+
+async def test_requests_that_wait_for_the_gate_one_by_one_keep_no_adapter_from_going(tmp_path: Path) -> None:
+    """An unload has the lock that whoever opens the gate needs: neither would ever come to its end."""
+    beside = Beside(tmp_path)
+    backend = Picky(random.Random(2), beside.nemesis, 3)
+    backend.beside = beside
+    beside.backend = beside.agent.backend = beside.agent.adapters.backend = backend
+    beside.see(*FROZEN, *ONE)
+    backend.held[name(MATH, 1)] = M1
+    for _ in range(2):
+        await beside.ask(MATH)
+    worker = asyncio.create_task(beside.server.work())
+    while beside.agent.proven:  # noqa: ASYNC110 - a fake of numbers has no event to wait for
+        await asyncio.sleep(0.01)
+    async with asyncio.timeout(2):
+        await beside.does(UnloadAdapter(name(MATH, 1)))
+    worker.cancel()
+    assert backend.held == {}
+
+
 class Batching(AdapterMemory, ContinuousBackend):
     """It batches by itself: what is in hand is answered when it is told to."""
 
     def __init__(self, beside: Beside) -> None:
         AdapterMemory.__init__(self, random.Random(2), beside.nemesis, 3)
         self.asked: list[Prompt] = []
-        self.go = asyncio.Event()
+        self.both, self.go = asyncio.Event(), asyncio.Event()
 
     async def answer(self, prompt: Prompt) -> Answer:
         self.asked.append(prompt)
+        if len(self.asked) == 2:
+            self.both.set()
         await self.go.wait()
         return Answer(self.generate([prompt])[0], ((L(0), 32),))
 
@@ -192,8 +237,7 @@ async def test_who_batches_by_itself_names_each_request_and_holds_its_adapter_un
     server = Continuous(beside.agent, backend, 4)
     asked = [server._enter(Prompt(ids=(1,), max_tokens=32, scenario=each)) for each in (MATH, CODE)]
     worker = asyncio.create_task(server.work())
-    while len(backend.asked) < 2:  # noqa: ASYNC110 - a fake of numbers has no event to wait for
-        await asyncio.sleep(0)
+    await asyncio.wait_for(backend.both.wait(), 5)
     unload = asyncio.create_task(beside.does(UnloadAdapter(name(MATH, 1))))
     await asyncio.sleep(0.05)
     assert [prompt.adapter for prompt in backend.asked] == [name(MATH, 1), ""] and not unload.done()

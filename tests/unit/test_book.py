@@ -21,7 +21,7 @@ from consumers.reef_trainer.role import KEPT_STATES, Trainer
 from consumers.reef_trainer.torch_backend import TorchTrainer
 from reef_bus.artifacts import ArtifactStore
 from reef_bus.backends import Piece, Pieces, Sample, TrainingBackend
-from reef_bus.config import Config, Training
+from reef_bus.config import Adapters, Config, Training
 from reef_bus.core.effects import Debt, Me, Train
 from reef_bus.core.training import Candidate
 from reef_bus.core.world import World
@@ -76,7 +76,9 @@ class Shelf:
     @contextlib.asynccontextmanager
     async def boot(self, world: World, journal: MemoryJournal | None = None) -> AsyncIterator[RecordBook]:
         async with contextlib.AsyncExitStack() as stack:
-            found = RecordBook(CONFIG, journal or self.journal, self.store)
+            adapters = Adapters(scenarios=tuple(world.training.adapters))
+            config = msgspec.structs.replace(CONFIG, adapters=adapters)
+            found = RecordBook(config, journal or self.journal, self.store)
             await found.start(stack)
             found.moved(world)
             yield found
@@ -140,6 +142,15 @@ async def test_answers_of_one_scenario_grow_stale_by_its_own_releases(shelf: She
     async with shelf.boot(world(*FROZEN, *twice)) as found:
         assert names(await batch(found, NO_LORA[CODE])) == ["c", "d"]
         assert await nothing(found, "m2") and {unit.record for unit in found.book.units.values()} == {"c", "d"}
+
+
+async def test_what_a_frozen_base_model_answered_holds_nothing_back(shelf: Shelf) -> None:
+    """Nobody ever trains on it: it must not stay, nor keep what was consumed after it from being counted as one."""
+    await shelf.put(answer("base", "inc:0", "g"), *(of_scenario(MATH, record) for record in "ab"))
+    await shelf.put(scored("base", "a", "b"))
+    async with shelf.boot(world(*FROZEN)) as found:
+        first = await batch(found, NO_LORA[MATH])
+        assert (names(first), first.floor, first.taken, found.book.units.keys()) == (["a", "b"], 4, (), {"a", "b"})
 
 
 def of_scenario(scenario: str, record: str) -> InferenceRecorded:

@@ -11,7 +11,8 @@ import pytest
 from msgspec.structs import replace
 
 from reef_bus.cli_audit import _audit_lines
-from reef_bus.core.invariants import Rewards
+from reef_bus.core.invariants import Rewards, check
+from reef_bus.core.start import compact
 from reef_bus.events import EngineStaged, Evidence, Lora, Member, Span
 from tests.facts import (
     CODE,
@@ -29,15 +30,18 @@ from tests.facts import (
     adapter_staged,
     adapter_target,
     adapter_trained,
+    blob,
     digest,
     holds,
     joined_with,
     leaked,
     m,
     name,
+    opened,
+    trainer_joined,
     unloaded,
 )
-from tests.spec import by
+from tests.spec import by, given
 from tests.unit.test_invariants import Play, by_name
 
 E1_AGAIN = m("e1", 2)
@@ -312,3 +316,26 @@ def test_each_corruption_is_found_by_its_invariant(corrupt: Corruption, expected
     corrupt(play)
     found = by_name(play.audit())
     assert expected <= found.keys(), {key: violation.text for key, violation in found.items()}
+
+
+def test_a_log_that_goes_on_from_one_of_adapters_is_audited_from_its_heads() -> None:
+    """Answers, a catch-up and a rollback to what the predecessor had released; and one that names another head."""
+    before = given(*(by(r.boot, r.event) for r in clean().log)).world
+    start = compact(before.seq, before.last_id, before.training, before.publications)
+    opening = replace(opened(), predecessor="LOG", predecessor_seq=start.seq, predecessor_id=start.id, start=blob("s"))
+    play, first = AdapterPlay(opening, by("t2", trainer_joined()), by("e0.3", joined_with("e0"))), start.seq
+    play.say(holds("e0", 0, "base"), adapter_caught_up("e0", MATH, 4, "m1"))
+    play.say(adapter_caught_up("e0", CODE, 6, NO_LORA[CODE]), adapter_rollback_asked(MATH, 3, 4))
+    asked = first + len(play.log)
+    play.say(adapter_target(MATH, 7, "m2", m("e0", 3), parent=4, request=asked))
+    play.say(adapter_staged("e0", MATH, 7, "m2"))
+    commit = adapter_committed(MATH, 7, "m2", m("e0", 3), parent=4)
+    play.say(replace(commit, evidence=(Evidence("e0", "e0.3", first + len(play.log), digest("m2")),)))
+    play.log[:] = [replace(r, seq=first + r.seq, prev=first + r.prev if r.prev else 0) for r in play.log]
+    named = play.asked(CODE, 6, m("e0", 3))
+    for seq in range(1, 2 * len(named), 2):
+        play.edit_record(seq, as_of=first + len(play.log), done_as_of=first + len(play.log))
+    found = check(play.log, play.records, {}, start)
+    assert found.violations == () and found.finals[MATH].load_id == L(7)
+    play.edit_record(1, load_id=L(5))
+    assert {violation.invariant for violation in check(play.log, play.records, {}, start).violations} == {1, 2}

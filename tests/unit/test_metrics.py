@@ -13,7 +13,22 @@ from reef_bus.core.world import World
 from reef_bus.errors import Rejected
 from reef_bus.events import ComponentStarted
 from reef_bus.metrics import Figures, exposition
-from tests.facts import E0, E1, SERVING, colocated, fenced, lent, released, started, target, trained
+from tests.facts import (
+    E0,
+    E1,
+    FROZEN,
+    MATH,
+    SERVING,
+    adapter_released,
+    adapter_trained,
+    colocated,
+    fenced,
+    lent,
+    released,
+    started,
+    target,
+    trained,
+)
 from tests.spec import SECOND, Step, chained_to, given
 
 
@@ -30,6 +45,14 @@ def test_a_release_has_a_number_and_an_age_that_counts_from_its_commit() -> None
     assert found["reef_release_sequence"] == 1
     assert found["reef_release_age_seconds"] == pytest.approx(12.5)
     assert (found["reef_fence_seconds"], found["reef_engines_serving"]) == (0, 2)
+
+
+def test_each_scenarios_adapter_has_a_number_and_an_age() -> None:
+    released_once = adapter_released(MATH, 1, "m1", E0, E1)
+    found = scraped(*FROZEN, *adapter_trained(MATH, "m1"), *released_once, later_s=12.5)
+    assert (found["reef_release_sequence"], found["reef_adapter_release_sequence/math"]) == (0, 1)
+    assert found["reef_adapter_release_sequence/code"] == 0
+    assert found["reef_adapter_release_age_seconds/math"] == pytest.approx(12.5)
 
 
 def test_a_fence_is_as_old_as_its_target_and_nobody_serves_under_it() -> None:

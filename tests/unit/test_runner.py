@@ -60,6 +60,25 @@ async def test_an_effect_starts_once_per_key_however_often_it_is_owed(streams: M
     assert names(streams) == ["LogOpened", "TrainerJoined", "EngineJoined", "ComponentStarted"]
 
 
+async def test_a_debt_that_was_gone_just_when_its_effect_was_done_and_is_back_is_paid(streams: MemoryStreams) -> None:
+    """What no log knows may make it so, and no event comes to wake anybody."""
+    looks = iter([False])  # whether it is owed, once its effect is done: not at the first look
+    done = asyncio.Event()
+
+    async def work(debt: Debt, scope: Any) -> Event:
+        done.set()
+        return began(1)
+
+    def owed(world: World, now: int) -> list[Debt]:
+        return once(world) if not done.is_set() or next(looks, True) else []
+
+    journal = MemoryJournal(streams)
+    await put(journal, opened())
+    async with running(journal, Scripted(owed, work)) as found:
+        await until(lambda: starts(found.world) == 1)
+    assert names(streams) == ["LogOpened", "ComponentStarted"]
+
+
 async def test_an_effect_without_a_fact_is_settled(streams: MemoryStreams) -> None:
     begun: list[str] = []
 

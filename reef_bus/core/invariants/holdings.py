@@ -167,7 +167,7 @@ def check_answers(holdings: Holdings, answers: Answers, findings: Findings) -> N
     if not holdings.heads:
         return
     for answer in answers.by_id.values():
-        if answer.scenario in holdings.heads:
+        if answer.scenario in holdings.heads and answer.as_of > answers.begin:
             for invariant, text, seqs in _wrong_answer(holdings, answer):
                 said = f"record {answer.record} by {answer.engine} boot {answer.boot} names {answer.load_id}"
                 findings.add(

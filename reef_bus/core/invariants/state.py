@@ -12,7 +12,7 @@ from reef_bus.core.invariants.findings import Findings
 from reef_bus.core.invariants.holdings import Holdings
 from reef_bus.core.invariants.lending import Lending
 from reef_bus.core.invariants.records import Answers, Batches
-from reef_bus.core.start import Start
+from reef_bus.core.start import KnownAdapter, Start
 from reef_bus.events import (
     Blob,
     EngineStaged,
@@ -97,9 +97,21 @@ def seed(ledger: Ledger, start: Start) -> None:
     ledger.sequence, ledger.head, ledger.ended = start.sequence, start.head, dict(start.ended)
     ledger.selected = dict.fromkeys((BASE, *start.selected), start.seq) if start.scenario else {}
     for candidate in start.candidates:
-        ledger.contents[candidate.id] = Content(candidate.base, candidate.manifest, candidate.weights)
+        of = candidate.scenario
+        ledger.contents[candidate.id] = Content(candidate.base, candidate.manifest, candidate.weights, of)
     for release in start.releases:
-        ledger.digests[release.load_id] = release.manifest
+        ledger.digests[release.load_id], ledger.releases[release.load_id] = release.manifest, release.candidate
+        if release.scenario:
+            ledger.holdings.targets[release.load_id] = release.scenario, release.manifest
         if release.load_id == start.head:
             ledger.head_candidate = release.candidate
+    for adapter in start.adapters:
+        _seed_adapter(ledger, start, adapter)
     ledger.answers.begin, ledger.answers.floor, ledger.answers.taken = start.seq, start.floor, frozenset(start.taken)
+
+
+def _seed_adapter(ledger: Ledger, start: Start, known: KnownAdapter) -> None:
+    scenario, origin = known.scenario, known.origin.candidate
+    ledger.origins[scenario], ledger.selected[origin] = origin, start.seq
+    ledger.tips[scenario] = origin if known.head == known.origin.load_id else ledger.releases[known.head]
+    ledger.holdings.loras[scenario], ledger.holdings.heads[scenario] = known.lora, [(start.seq, known.head)]

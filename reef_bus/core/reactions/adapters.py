@@ -18,13 +18,16 @@ from reef_bus.events import AdapterUnloaded, EngineLeft, Event, Lora, Member, Re
 
 def adapters(world: World, found: Engine, lost: frozenset[str]) -> list[Debt]:
     """For an engine that holds the head of the base model."""
-    if found.residency is None:
+    state = found.residency
+    if state is None:
         return []
-    for name in sorted(lost):
-        if name in residency.reconcile(found.residency, found.residency.slots.keys() - lost).lost:
-            gone = AdapterUnloaded(engine=found.id, adapter=name, detail="the engine does not list it")
-            return [_debt(found, f"lost/{name}", Append(gone), found.joined)]
-    return _committed(world, found) or _published(world, found)
+    owed = _committed(world, found) or _published(world, found)
+    for name in sorted(residency.reconcile(state, state.slots.keys() - lost).lost):
+        if owed and owed[0].effect == UnloadAdapter(name):
+            return owed  # it is lost because it was unloaded, which whoever did so says
+        gone = AdapterUnloaded(engine=found.id, adapter=name, detail="the engine does not list it")
+        return [_debt(found, f"lost/{name}", Append(gone), found.joined)]
+    return owed
 
 
 def _committed(world: World, found: Engine) -> list[Debt]:

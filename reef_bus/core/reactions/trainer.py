@@ -61,7 +61,9 @@ def trainer(world: World, me: Me, scenarios: tuple[str, ...] = (), *, colocate: 
 
 def _other_kind(world: World, scenarios: tuple[str, ...]) -> str:
     """Whole models and adapters are not trained on one log: the base of an adapter must stay what it is."""
-    tail = world.tails["train"]
+    tail, base = world.tails["train"], world.training.scenario
+    if base in scenarios:  # to register it would contradict the log, for every reader and for ever
+        return f"adapters.scenarios names {base}, which is the base model's on this log: rename it, or use another log"
     if scenarios and tail.whole:
         return f"adapters.scenarios is {list(scenarios)}, but this log trains the whole model: use a log of their own"
     if tail.adapters and not scenarios:

@@ -89,6 +89,11 @@ def _status_lines(state: dict[str, Any]) -> Iterable[str]:
     for engine, each in state["engines"].items():
         held = f"holds {each['holds'] or 'nothing proven'}"
         yield f"engine       {engine:<12} {paint(each['state'])}, {held}, boot {each['boot']} at {each['url']}"
+        if held := each.get("adapters"):
+            yield f"  adapters   {', '.join(held['resident']) or 'none'}{_of_no_use(held)}, room for {held['capacity']}"
+    for scenario, each in state["adapters"].items():
+        able = ", ".join(each["engines"]) or "nobody yet"
+        yield f"adapter      {scenario:<12} {each['load_id']}, candidate {each['candidate']}, answered by {able}"
     for component, each in state["components"].items():
         word = each["state"] if each["state"] in COLOURS else "down"
         yield f"component    {component:<12} {paint(word)}, started {each['starts']}×, lost {each['lost']}×"
@@ -101,6 +106,10 @@ def _status_lines(state: dict[str, Any]) -> Iterable[str]:
     yield f"  next       {waiting['next']}"
     if waiting["command"]:
         yield f"  run        {waiting['command']}"
+
+
+def _of_no_use(held: dict[str, Any]) -> str:
+    return f"; leaked, and of no use: {', '.join(held['leaked'])}" if held["leaked"] else ""
 
 
 async def status(args: argparse.Namespace) -> int:

@@ -24,6 +24,8 @@ ANSWERS = {
     "RecoveryResumeRequested": "the supervisor",
 }
 """Who answers a request; the others are a publisher's."""
+WHOSE = ("scenario", "engine", "component")
+"""Fields that say whose event it is: the last two stand before it already, as its writer."""
 
 
 def status(world: World, now: int, policy: Policy) -> dict[str, Any]:
@@ -214,13 +216,13 @@ def _wait(on: str, since: int, now: int, then: str, command: str = "") -> dict[s
 
 
 def sentence(event: Event) -> str:
-    """An event in one line for people: its telling fields, without digests at full length."""
+    """An event in one line for people: its telling fields, without digests at full length, and whose it is. A detail
+    is there to be read to its end."""
     shown = []
-    for field in event.__struct_fields__:
-        value = getattr(event, field)
-        if field in ("scenario", "engine", "component") or value in ("", 0, (), None, {}):
-            continue
-        shown.append(f"{field}={_short(value)}")
+    for field in (*(each for each in event.__struct_fields__ if each not in WHOSE), "scenario"):
+        value = getattr(event, field, "")
+        if value not in ("", 0, (), None, {}):
+            shown.append(f"{field}={value if field == 'detail' else _short(value)}")
     return " ".join(shown)
 
 

@@ -24,8 +24,6 @@ ANSWERS = {
     "RecoveryResumeRequested": "the supervisor",
 }
 """Who answers a request; the others are a publisher's."""
-WHOSE = ("scenario", "engine", "component")
-"""Fields that say whose event it is: the last two stand before it already, as its writer."""
 
 
 def status(world: World, now: int, policy: Policy) -> dict[str, Any]:
@@ -215,14 +213,18 @@ def _wait(on: str, since: int, now: int, then: str, command: str = "") -> dict[s
     return {"on": on, "since_s": seconds, "next": then, "command": command}
 
 
+WORDS = ("detail", "reason", "why")
+
+
 def sentence(event: Event) -> str:
-    """An event in one line for people: its telling fields, without digests at full length, and whose it is. A detail
-    is there to be read to its end."""
+    """An event in one line for people: its telling fields, without digests at full length. What is said in words is
+    not cut short: the end of it is what to do."""
     shown = []
-    for field in (*(each for each in event.__struct_fields__ if each not in WHOSE), "scenario"):
-        value = getattr(event, field, "")
-        if value not in ("", 0, (), None, {}):
-            shown.append(f"{field}={value if field == 'detail' else _short(value)}")
+    for field in event.__struct_fields__:
+        value = getattr(event, field)
+        if field in ("engine", "component") or value in ("", 0, (), None, {}):
+            continue
+        shown.append(f"{field}={' '.join(value.split()) if field in WORDS else _short(value)}")
     return " ".join(shown)
 
 

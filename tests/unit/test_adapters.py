@@ -8,8 +8,6 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from reef_bus import views
-from reef_bus.cli_log import _status_lines
 from reef_bus.core import reactions
 from reef_bus.core.effects import Append, AssembleBatch, Debt, LoadAdapter, Me, Policy, RegisterAdapter, UnloadAdapter
 from reef_bus.core.serving import Version, version
@@ -203,21 +201,6 @@ def test_a_start_whose_scenario_has_no_head_contradicts_itself() -> None:
     start = start_of_log(*FROZEN)
     lost = replace(start, adapters=(replace(start.adapters[0], head=L(7)), *start.adapters[1:]))
     assert "the head inc:7 of math is no release" in why_not(lost)
-
-
-def test_status_shows_each_scenarios_head_who_answers_with_it_and_what_engines_hold() -> None:
-    history = (
-        *FROZEN,
-        *adapter_trained(MATH, "m1"),
-        *adapter_released(MATH, 1, "m1", E0, E1),
-        leaked("e1", name(CODE, 9)),
-    )
-    state = views.status(given(*history).then(), 0, Policy())
-    text = "\n".join(_status_lines({"deployment": "d", "runs": True, **state}))
-    assert f"adapter      math         {L(1)}, candidate m1, answered by e0, e1" in text
-    assert f"adapter      code         {L(0)}, candidate {NO_LORA[CODE]}, answered by e0, e1" in text
-    assert f"adapters   {name(MATH, 1)}, room for 3" in text
-    assert f"adapters   {name(MATH, 1)}; leaked, and of no use: {name(CODE, 9)}, room for 3" in text
 
 
 # -- turns, and bases

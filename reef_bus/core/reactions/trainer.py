@@ -64,8 +64,8 @@ def _other_kind(world: World, scenarios: tuple[str, ...]) -> str:
         return f"adapters.scenarios is {list(scenarios)}, but this log trains the whole model: use a log of their own"
     if missing := [each for each in tail.adapters if each not in scenarios]:
         return (
-            f"this log trains adapters of {tail.adapters}; adapters.scenarios lacks {', '.join(missing)}, which engines "
-            "go on serving and need room for: name them all. A scenario that nobody reports for is trained no further"
+            f"this log trains adapters of {tail.adapters}; adapters.scenarios lacks {', '.join(missing)}, which "
+            "engines serve and need room for: name them all. A scenario that nobody reports for is trained no further"
         )
     return ""
 

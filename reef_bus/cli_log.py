@@ -21,6 +21,7 @@ from typing import Any
 
 from reef_bus import views
 from reef_bus.config import Config
+from reef_bus.core.ids import parse_adapter_name
 from reef_bus.envelope import to_json
 from reef_bus.errors import ContractError, Rejected
 from reef_bus.events import CATALOGUE, Recorded
@@ -86,9 +87,13 @@ def _status_lines(state: dict[str, Any]) -> Iterable[str]:
     if state["runs"] is False:
         yield f"{paint('down')}         nobody runs it here: what follows is what its log said last"
     yield f"head         {top['load_id']}, candidate {top['candidate']}" if top else "head         none yet"
+    for scenario, each in state["adapters"].items():
+        engines = ", ".join(each["engines"]) or "no engine"
+        yield f"adapter      {scenario:<12} {each['load_id']}, candidate {each['candidate']}, answered by {engines}"
     for engine, each in state["engines"].items():
         held = f"holds {each['holds'] or 'nothing proven'}"
         yield f"engine       {engine:<12} {paint(each['state'])}, {held}, boot {each['boot']} at {each['url']}"
+        yield from _adapter_lines(each.get("adapters"))
     for component, each in state["components"].items():
         word = each["state"] if each["state"] in COLOURS else "down"
         yield f"component    {component:<12} {paint(word)}, started {each['starts']}×, lost {each['lost']}×"
@@ -101,6 +106,24 @@ def _status_lines(state: dict[str, Any]) -> Iterable[str]:
     yield f"  next       {waiting['next']}"
     if waiting["command"]:
         yield f"  run        {waiting['command']}"
+
+
+def _adapter_lines(held: dict[str, Any] | None) -> Iterable[str]:
+    """What one engine has of them, and how many it has room for; `expected` is on its way, `leaked` only takes room."""
+    if held is None:
+        return
+    most = "any number" if held["capacity"] is None else f"{held['capacity']} at most"
+    for kind in ("resident", "expected", "leaked"):
+        if named := ", ".join(map(_adapter, held[kind])):
+            yield f"  {kind:<10} {named}  ({most})"
+
+
+def _adapter(name: str) -> str:
+    """Whose it is, and which load of it: the name itself says so to nobody."""
+    try:
+        return " ".join(parse_adapter_name(name))
+    except ContractError:
+        return name
 
 
 async def status(args: argparse.Namespace) -> int:

@@ -227,14 +227,18 @@ def _wait(on: str, since: int, now: int, then: str, command: str = "") -> dict[s
     return {"on": on, "since_s": seconds, "next": then, "command": command}
 
 
+WORDS = ("detail", "reason", "why")
+
+
 def sentence(event: Event) -> str:
-    """An event in one line for people: its telling fields, without digests at full length."""
+    """An event in one line for people: its telling fields, without digests at full length. What is said in words is
+    not cut short: the end of it is what to do."""
     shown = []
     for field in event.__struct_fields__:
         value = getattr(event, field)
-        if field in ("scenario", "engine", "component") or value in ("", 0, (), None, {}):
+        if field in ("engine", "component") or value in ("", 0, (), None, {}):
             continue
-        shown.append(f"{field}={_short(value)}")
+        shown.append(f"{field}={' '.join(value.split()) if field in WORDS else _short(value)}")
     return " ".join(shown)
 
 

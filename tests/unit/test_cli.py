@@ -23,9 +23,11 @@ from reef_bus.core.effects import Policy
 from reef_bus.core.world import World, fold
 from reef_bus.embedded import Lock
 from reef_bus.errors import Rejected, Unavailable
-from reef_bus.views import status
-from tests.facts import E0, E1, SERVING, released, target, trained
+from reef_bus.events import PublicationRefused
+from reef_bus.views import sentence, status
+from tests.facts import CODE, E0, E1, FROZEN, MATH, NO_LORA, SERVING, leaked, name, released, target, trained
 from tests.spec import Scribe, Step
+from tests.unit.test_adapters import ONE
 
 ROOT = Path(__file__).resolve().parents[2]
 HEAVY = ["aiohttp", "nats", "numpy", "psutil", "rich", "safetensors", "torch", "ucxx", "xxhash", "yaml"]
@@ -294,6 +296,22 @@ def test_a_status_names_the_head_the_engines_and_on_whom_it_waits() -> None:
         "engine       e1           serving, holds inc:1, boot e1.1 at http://e1",
     ]
     assert "waiting      on the harness, since 1.5 s" in lines
+
+
+def test_a_status_names_each_scenarios_head_who_answers_with_it_and_what_every_engine_holds() -> None:
+    lines = shown(*FROZEN, *ONE, leaked("e1", name(MATH, 1)))
+    assert [line for line in lines if line.startswith(("adapter ", "  resident", "  expected", "  leaked"))] == [
+        "adapter      math         inc:1, candidate m1, answered by e0",
+        f"adapter      code         inc:0, candidate {NO_LORA[CODE]}, answered by e0, e1",
+        "  resident   math inc:1  (3 at most)",
+        "  leaked     math inc:1  (3 at most)",
+    ]
+
+
+def test_a_line_says_of_which_scenario_it_is_and_all_of_what_was_said_in_words() -> None:
+    why = "engine-0: the engine holds 2 adapters at most, and may not unload two of them; give it room for 3"
+    refused = PublicationRefused(scenario=MATH, candidate="m1", reason="adapter_capacity", detail=f"{why}\nor less")
+    assert sentence(refused) == f"scenario=math candidate=m1 reason=adapter_capacity detail={why} or less"
 
 
 def test_a_status_in_the_middle_of_a_publication_says_who_is_late() -> None:

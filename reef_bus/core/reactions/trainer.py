@@ -66,8 +66,11 @@ def _other_kind(world: World, scenarios: tuple[str, ...]) -> str:
         return f"adapters.scenarios names {base}, which is the base model's on this log: rename it, or use another log"
     if scenarios and tail.whole:
         return f"adapters.scenarios is {list(scenarios)}, but this log trains the whole model: use a log of their own"
-    if tail.adapters and not scenarios:
-        return f"this log trains adapters of {tail.adapters}: name in adapters.scenarios those that go on"
+    if missing := [each for each in tail.adapters if each not in scenarios]:
+        return (
+            f"this log trains adapters of {tail.adapters}; adapters.scenarios lacks {', '.join(missing)}, which "
+            "engines serve and need room for: name them all. A scenario that nobody reports for is trained no further"
+        )
     return ""
 
 

@@ -22,6 +22,7 @@ from tests.simulation.wrong_decisions import DECISIONS
 from tests.simulation.wrong_lending import LENDING
 
 BREAKAGES = (*DECISIONS, *CONDUCT, *ADAPTERS, *LENDING)
+ROOT = Path(__file__).parents[2]
 CATCHES = Path(__file__).with_name("catches.json")
 """By breakage: the first seed that catches it, and what it finds. Written by `--find`."""
 WORKERS, SEEDS, SEED_S, WIDE = 2, 400, 10.0, 110
@@ -65,7 +66,7 @@ def find(breakage: Breakage, seeds: Iterable[int]) -> Catch | None:
         finally:
             signal.setitimer(signal.ITIMER_VIRTUAL, 0)
         if violation and not breakage.where(seed):
-            return Catch(seed, " ".join(violation.split())[:160])
+            return Catch(seed, " ".join(violation.replace(f"{ROOT}/", "").split())[:160])
     return None
 
 

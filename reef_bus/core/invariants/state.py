@@ -56,7 +56,7 @@ class Ledger(msgspec.Struct, kw_only=True):
     """What the events said so far. `ended` says how a candidate ended; `held` is what each boot last proved since its
     last fence; `stops` are, by boot, the proofs of what it had not held, for which nothing may be in hand, and the
     fences raised for the attempt that was then open: a stale one, stored late, proves no drain. `head` is the base
-    model's, `tips` are the contents of adapters' heads by scenario, `origins` those of their releases 0."""
+    model's, `tips` are the contents of adapters' heads by scenario, `origins` their releases 0: load id and content."""
 
     findings: Findings
     answers: Answers
@@ -66,7 +66,7 @@ class Ledger(msgspec.Struct, kw_only=True):
     head: str = ""
     head_candidate: str = ""
     tips: dict[str, str] = {}
-    origins: dict[str, str] = {}
+    origins: dict[str, tuple[str, str]] = {}
     holdings: Holdings = msgspec.field(default_factory=Holdings)
     digests: dict[str, str] = {}
     contents: dict[str, Content] = {}
@@ -95,9 +95,16 @@ def seed(ledger: Ledger, start: Start) -> None:
     ledger.sequence, ledger.head, ledger.ended = start.sequence, start.head, dict(start.ended)
     ledger.selected = dict.fromkeys((BASE, *start.selected), start.seq) if start.scenario else {}
     for candidate in start.candidates:
-        ledger.contents[candidate.id] = Content(candidate.base, candidate.manifest, candidate.weights)
+        content = Content(candidate.base, candidate.manifest, candidate.weights, candidate.scenario)
+        ledger.contents[candidate.id] = content
     for release in start.releases:
-        ledger.digests[release.load_id] = release.manifest
-        if release.load_id == start.head:
-            ledger.head_candidate = release.candidate
+        ledger.digests[release.load_id], ledger.releases[release.load_id] = release.manifest, release.candidate
+        if release.scenario:
+            ledger.holdings.targets[release.load_id] = release.scenario, release.manifest
+    ledger.head_candidate = ledger.releases.get(start.head, "")
+    for adapter in start.adapters:
+        origin = ledger.origins[adapter.scenario] = adapter.origin.load_id, adapter.origin.candidate
+        ledger.tips[adapter.scenario] = origin[1] if adapter.head == origin[0] else ledger.releases[adapter.head]
+        ledger.holdings.loras[adapter.scenario] = adapter.lora
+        ledger.holdings.heads[adapter.scenario] = [(start.seq, adapter.head)]
     ledger.answers.begin, ledger.answers.floor, ledger.answers.taken = start.seq, start.floor, frozenset(start.taken)

@@ -170,7 +170,8 @@ def _waiting(given: Answers, start: Start | None) -> list[Answer]:
 
 def _after_the_start(parts: list[Answer], start: Start, findings: Findings) -> list[Answer]:
     early = [part for part in parts if 0 < part.as_of <= start.seq]
-    committed = {release.load_id for release in start.releases}
+    origins = (adapter.origin for adapter in start.adapters)
+    committed = {release.load_id for release in (*start.releases, *origins)}
     for part in early:
         if part.load_id not in committed:
             text = f"record {part.record} names {part.load_id}, which was not committed before LOG {start.seq}"

@@ -418,6 +418,19 @@ def test_the_base_model_comes_before_every_adapter() -> None:
     assert type(owes(world, "e1", "e1.2")).__name__ == "VerifyHead"
 
 
+def test_a_head_that_is_rolled_back_is_not_loaded_first_for_it_may_be_what_nobody_can_load() -> None:
+    """Every boot would leave over it, and what the person asked for would reach none."""
+    asked = len((*ROLLBACK[:-1], *AGAIN)) + 1
+    back = adapter_target(MATH, 4, "m1", m("e1", 2), parent=3, request=asked)
+    state = given(*ROLLBACK[:-1], *AGAIN)
+    assert owes(state.world, "e1", "e1.2") == load(MATH, 3, "m2")
+    begun = (*ROLLBACK[:-1], *AGAIN, ROLLBACK[-1], back)
+    assert owes(given(*begun).then(), "e1", "e1.2") == load(MATH, 4, "m1", "pub4")
+    staged = by("e1.2", adapter_staged("e1", MATH, 4, "m1"))
+    assert owes(given(*begun, staged).then(), "e1", "e1.2") is None
+    assert owes(given(*begun, halted(4)).then(), "e1", "e1.2") == load(MATH, 3, "m2")
+
+
 # -- a log that goes on, audited
 
 
@@ -474,6 +487,12 @@ ALIAS: tuple[Step, ...] = (
     adapter_committed(MATH, 4, "m1", E0, E1, parent=3),
 )
 THREE_ROLLED_BACK = (*ROLLBACK, *ALIAS)
+AGAIN: tuple[Step, ...] = (
+    by("e1.2", joined_with("e1")),
+    by("e1.2", holds("e1", 0, "base")),
+    by("e1.2", adapter_caught_up("e1", CODE, 2, "c1")),
+)
+"""A new boot that holds everything but the head of math."""
 
 
 def test_a_rollback_to_bytes_that_are_there_is_a_proof_and_no_load() -> None:

@@ -37,7 +37,7 @@ def settings(config: Config, key: str) -> dict[str, Any]:
         "host": config.gateway.host,
         "port": config.inference.router_port,
         "policy": "round_robin",  # whoever is asked again is asked elsewhere
-        "log_level": "warn",
+        "log_level": "error",  # it warns of every worker that it is told of
         "max_payload_size": config.gateway.max_body_bytes,
         "request_timeout_secs": seconds,
         "retry_max_retries": seconds * 1000 // RETRY_MS,

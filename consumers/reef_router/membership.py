@@ -24,6 +24,8 @@ from reef_bus.errors import Unavailable
 log = logging.getLogger(__name__)
 
 LOOK_S = 0.25
+SILENT_S = 30.0
+"""A router that does not answer for so long is of no use."""
 
 
 class Worker(NamedTuple):
@@ -62,13 +64,18 @@ class Membership:
             self.wanted = wanted
             self._moved.set()
 
-    async def keep(self) -> None:
-        """For ever. Whatever fails is seen again at the next look."""
+    async def keep(self) -> str:
+        """Until the router has failed for too long; says how. Whatever fails is seen again at the next look."""
+        loop = asyncio.get_running_loop()
+        settled = loop.time()
         while True:
             self._moved.clear()
             try:
                 await self.settle()
+                settled = loop.time()
             except Unavailable as error:
+                if loop.time() - settled > SILENT_S:
+                    return str(error)
                 log.warning("%s; asking again", error)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(LOOK_S):

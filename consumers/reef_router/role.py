@@ -65,9 +65,9 @@ async def _build(config: Config, journal: Journal, me: Me, stack: contextlib.Asy
     membership = Membership(session, _url(config))
     await _ready(child, membership)
     log.info("SGLang's router listens on %s", membership.url)
-    for part in (membership.keep(), _end_with(child)):
+    for part in (membership.keep(), child.ended()):
         task = asyncio.create_task(part)
-        task.add_done_callback(_died)
+        task.add_done_callback(_over)
         stack.callback(task.cancel)
     return Router(me, membership)
 
@@ -100,18 +100,16 @@ async def _answers(membership: Membership) -> bool:
         return False
 
 
-async def _end_with(child: Process) -> None:
-    """A role without its router is none: the next boot starts another, with the right workers from its first look."""
-    log.error("this boot ends: %s", await child.ended())
-    os._exit(process.OVER)
-
-
-def _died(task: asyncio.Task[None]) -> None:
-    if not task.cancelled() and task.exception():
-        asyncio.get_running_loop().call_exception_handler(
-            {"message": "the router's workers are not followed any more", "exception": task.exception()}
-        )
+def _over(task: asyncio.Task[str]) -> None:
+    """A role without its router, or whose router follows nobody, is none: end the process. The next boot starts another
+    one, with the right workers from its first look."""
+    if task.cancelled():
+        return
+    if error := task.exception():
+        log.error("the router's workers cannot be followed", exc_info=error)
         os._exit(process.DEFECT)
+    log.error("this boot ends: %s", task.result())
+    os._exit(process.OVER)
 
 
 def run(config: Config, id_: str) -> int:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import psutil
 from aiohttp import web
 from msgspec.structs import replace
 
@@ -190,6 +191,13 @@ class Client:
         return {part["version"] for answer in self.answers for part in answer["meta_info"]["weight_versions"]}
 
 
+def kill_process(found: Live) -> None:
+    """SGLang's, below the role's, which then ends by itself."""
+    [process] = psutil.Process(found.running.supervisor.children["router"].pid).children()
+    found.killed["router"] = found.world.components["router"].starts
+    process.kill()
+
+
 async def test_a_deployment_is_served_through_releases_and_kills(tmp_path: Path) -> None:
     [port] = free_ports(1)
     config = replace(CONFIG, inference=replace(CONFIG.inference, router_port=port))
@@ -219,18 +227,19 @@ async def test_a_deployment_is_served_through_releases_and_kills(tmp_path: Path)
         await found.until("and a worker", lambda: found.all_serve() and both())
         assert client.refused == [] and dead not in workers[-1]
 
-        workers.clear()
-        found.kill("router")
-        await found.until("the router is back, with both engines", lambda: found.whole() and both())
-        await client.more()
-        assert client.refused == []
+        for kill in (lambda: found.kill("router"), lambda: kill_process(found)):
+            kill()
+            workers.clear()
+            await found.until("the router is back, with both engines", lambda: found.whole() and both())
+            await client.more()
+            assert client.refused == []
         for task in asking:
             task.cancel()
         await asyncio.gather(*asking, return_exceptions=True)
         committed = {r.event.load_id for r in found.events if isinstance(r.event, ReleaseCommitted)}
         registered = set(found.world.publications.releases) - committed
         assert len(client.named()) >= 3 and client.named() <= committed | registered and len(registered) == 1
-        assert (await found.audit()).violations == []
+        assert (await found.audit()).violations == ()
     [answer, *_] = client.answers
     assert [token for _, token, _ in answer["meta_info"]["output_token_logprobs"]] == answer["output_ids"]
     assert len(answer["output_ids"]) == answer["meta_info"]["completion_tokens"] == 4

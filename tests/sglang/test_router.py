@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+import dataclasses
+import json
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import aiohttp
@@ -16,6 +19,7 @@ import psutil
 from aiohttp import web
 from msgspec.structs import replace
 
+from consumers.reef_engine import native
 from consumers.reef_router.launch import Process, settings
 from consumers.reef_router.membership import Membership
 from consumers.reef_router.role import _ready
@@ -33,6 +37,25 @@ BODY = {"input_ids": [11, 7, 10], "sampling_params": {"max_new_tokens": 4, "igno
 KEY = "the-key"
 
 
+# -- the fields that we speak of are the fields of the SGLang that is installed
+
+OF_THE_ROUTER = {"model"}  # which it adds to every body
+
+
+def test_every_field_that_we_read_or_ignore_is_sglangs(imported: Callable[[str], ModuleType]) -> None:
+    request = {each.name for each in dataclasses.fields(imported("sglang.srt.managers.io_struct").GenerateReqInput)}
+    sampling = set(imported("sglang.srt.sampling.sampling_params").SamplingParams.__struct_fields__)
+    assert {*native.Request.__struct_fields__, *native.BODY} - request == OF_THE_ROUTER
+    assert {*native.Sampling.__struct_fields__, *native.SAMPLING} <= sampling
+
+
+def test_what_we_take_for_a_default_is_sglangs_default(imported: Callable[[str], ModuleType]) -> None:
+    params = imported("sglang.srt.sampling.sampling_params").SamplingParams()
+    assert params.max_new_tokens == native.DEFAULT_TOKENS == native.Sampling().max_new_tokens
+    assert (params.temperature, params.ignore_eos) == (native.Sampling().temperature, native.Sampling().ignore_eos)
+    assert all(getattr(params, name) in may_be for name, may_be in native.SAMPLING.items() if may_be)
+
+
 # -- histories, engines that only say who they are, and the router that is installed
 
 
@@ -42,10 +65,12 @@ class Engines:
     def __init__(self) -> None:
         self.urls: dict[str, str] = {}
         self.asked: list[str] = []
+        self.bodies: list[bytes] = []
 
     async def start(self, name: str, stack: contextlib.AsyncExitStack) -> None:
         async def generate(request: web.Request) -> web.Response:
             self.asked.append(request.match_info["boot"])
+            self.bodies.append(await request.read())
             return web.json_response({"text": "", "output_ids": [1], "meta_info": {}})
 
         async def health(request: web.Request) -> web.Response:
@@ -74,7 +99,7 @@ class Routed:
             return {worker.url.rpartition("/")[2] for worker in await self.membership.workers()}
 
         async with asyncio.timeout(5):
-            while await listed() != set(boots):
+            while await listed() != set(boots):  # noqa: ASYNC110 - it says nothing by itself
                 await asyncio.sleep(0.02)
 
     async def ask(self, times: int = 1) -> list[int]:
@@ -157,6 +182,23 @@ async def test_nobody_without_the_key_adds_or_removes_a_worker(tmp_path: Path) -
             assert reply.status == 401
         async with found.session.delete(f"{found.url}/workers/{first.id}") as reply:
             assert reply.status == 401
+
+
+async def test_every_field_that_we_read_comes_through(tmp_path: Path) -> None:
+    async with routed(tmp_path) as found:
+        found.see(*SERVING)
+        await found.has("e0.1", "e1.1")
+        sampling = {"max_new_tokens": 3, "temperature": 0.5, "ignore_eos": True, "sampling_seed": 7}
+        sent = {
+            "input_ids": [1, 2],
+            "sampling_params": sampling,
+            "return_logprob": True,
+            "lora_path": "math",
+            "rid": "r1",
+        }
+        async with found.session.post(f"{found.url}/generate", json=sent) as reply:
+            assert reply.status == 200
+        assert native.read(found.engines.bodies[-1]) == native.read(json.dumps(sent).encode())
 
 
 # -- a whole deployment

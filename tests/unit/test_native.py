@@ -31,7 +31,7 @@ FENCED = (*SERVING, *trained("c1"), target(1, "c1", E0, E1))
 SAMPLING = {"max_new_tokens": 4, "temperature": 0.5, "ignore_eos": True}
 BODY: dict[str, Any] = {"input_ids": [1, 2], "sampling_params": SAMPLING}
 
-# As sglang-router 0.3.2 passed on the body above with lora_path "foo" and return_logprob, seen by a worker that printed it.
+# What sglang-router 0.3.2 made of the body above with return_logprob, as a worker that printed it was sent it.
 REWRITTEN = {
     "model": None,
     "input_ids": [1, 2],
@@ -175,7 +175,16 @@ async def test_what_is_not_supported_is_refused_by_name(running: Running, fields
 @pytest.mark.parametrize(
     "harmless",
     [
-        {"sampling_params": {**SAMPLING, "n": 1, "top_p": 1.0, "top_k": -1, "stop": None, "skip_special_tokens": False}},
+        {
+            "sampling_params": {
+                **SAMPLING,
+                "n": 1,
+                "top_p": 1.0,
+                "top_k": -1,
+                "stop": None,
+                "skip_special_tokens": False,
+            }
+        },
         {"stream": False, "top_logprobs_num": 0, "logprob_start_len": -1, "image_data": None, "rid": "r"},
     ],
 )

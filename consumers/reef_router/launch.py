@@ -23,7 +23,7 @@ from reef_bus.embedded import die_with_parent
 
 POLL_S = 0.05
 LAST_LINES = 8
-RETRY_MS = 500
+RETRY_MS = 200
 REGISTER_S = 5
 """For how long the router tries to register a worker. One that may generate answers at once; any other shall not be
 registered late."""

@@ -2,7 +2,8 @@
 
 Knows: the fold, the routes by which sglang-router 0.3.2 is told. Must not know: its process, requests, or weights.
 Level-triggered: what is there is read anew each time, so that a lost answer, a worker that comes late and one that
-nobody wants are all the same case. A worker's URL names its boot, so none is ever taken for another.
+nobody wants are all the same case. A worker's URL names its boot, so none is ever taken for another. An API key would
+not do: the router keeps the first one that it was given for a URL, and lists none.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ from typing import Any, NamedTuple
 
 import aiohttp
 
-from consumers.reef_router.launch import REGISTER_S
 from reef_bus.backends import boot_url
 from reef_bus.core.serving import present, serving
 from reef_bus.core.world import World
@@ -24,6 +24,9 @@ from reef_bus.errors import Unavailable
 log = logging.getLogger(__name__)
 
 LOOK_S = 0.25
+AGAIN_S = 1.0
+"""When a worker is added once more that the router accepted and does not list: its registration may have failed. While
+that still goes on, the router takes both for one."""
 SILENT_S = 30.0
 """A router that does not answer for so long is of no use."""
 
@@ -54,7 +57,7 @@ class Membership:
         self.session, self.url = session, url
         self.wanted: frozenset[str] = frozenset()
         self.found: frozenset[str] = frozenset()  # at the last look
-        self._added: dict[str, float] = {}  # by URL: when the router was asked, which then registers it by itself
+        self._added: dict[str, float] = {}  # by URL: when the router accepted it
         self._moved = asyncio.Event()
 
     def moved(self, world: World) -> None:
@@ -101,9 +104,8 @@ class Membership:
             raise Unavailable(f"the router lists its workers as {said!r}") from error
 
     async def _add(self, url: str) -> None:
-        """Again only when the router has given up: until then it would register what it registers already."""
         now = asyncio.get_running_loop().time()
-        if now - self._added.get(url, -REGISTER_S) < REGISTER_S:
+        if now - self._added.get(url, -AGAIN_S) < AGAIN_S:
             return
         await self._ask("POST", "/workers", (200, 202), {"url": url})
         self._added[url] = now

@@ -177,8 +177,8 @@ async def test_what_it_is_registering_already_is_not_asked_twice() -> None:
         assert sorted(fake.posts) == sorted(BOTH)
 
 
-async def test_what_it_has_given_up_to_register_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(membership_module, "REGISTER_S", 0.02)
+async def test_what_it_accepted_and_does_not_list_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(membership_module, "AGAIN_S", 0.02)
     async with followed() as (fake, membership):
         fake.slow = True
         membership.moved(given(*SERVING).world)

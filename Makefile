@@ -29,7 +29,7 @@ test: lint $(if $(ARGS),,simulate)  ## lint, types, import rules, 2,000 simulate
 	@$(BIN)/python -m pytest -n 2 --dist loadfile --max-worker-restart=0 --cov --cov-report=term --durations=20 --durations-min=5 $(ARGS)
 
 test-sglang: prepare-sglang  ## an unmodified SGLang server on this CPU, driven by our engine; x86-64 Linux
-	@PYTHONPATH=$(SHIMS) $(SGLANG)/bin/python -m pytest -q tests/sglang $(ARGS)
+	@$(SGLANG)/bin/python -m pytest -q tests/sglang $(ARGS)
 
 test-gpu:  ## what only a GPU can show, with the python that is there: it needs the extras sglang and test; 8 minutes
 	@timeout 480 $(or $(PYTHON),python3) -m pytest -q -m gpu tests/sglang tests/unit/test_torch_group.py $(ARGS)

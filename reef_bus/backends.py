@@ -87,6 +87,11 @@ BOOT_HEADER = "x-reef-boot"
 """The HTTP header by which a gateway says which boot it means; an engine refuses a request for another one."""
 
 
+def boot_url(url: str, boot: str) -> str:
+    """The same for who sends no header of ours: below this, an engine answers as that boot or refuses."""
+    return f"{url}/boot/{boot}"
+
+
 class Generated(msgspec.Struct, frozen=True, kw_only=True):
     """An answer with everything that its record needs: who produced it, from what, and as of which fold. With `spans`
     it was interrupted, and they say so of each part; `load_id` and `as_of` are then the first one's."""

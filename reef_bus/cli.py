@@ -168,7 +168,7 @@ def _run_parser(run: argparse.ArgumentParser) -> None:
     run.description = (
         "One role in the foreground: logs to stderr, ends on SIGTERM. Exit 3: this boot is over, start anew."
     )
-    run.add_argument("role", metavar="ROLE", help="gateway, publisher, trainer, engine")
+    run.add_argument("role", metavar="ROLE", help="gateway, publisher, trainer, engine, router")
     run.add_argument("-c", "--config", metavar="FILE", required=True, help="the deployment; it must name nats.url")
     run.add_argument("--id", default="", help="the component's id (default: the role; an engine must be named)")
     run.add_argument("--set", metavar="KEY=VALUE", action="append", default=[], help="override the configuration")

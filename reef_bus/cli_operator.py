@@ -30,7 +30,7 @@ from reef_bus.events import (
     RequestRefused,
     RollbackRequested,
 )
-from reef_bus.inspect import Judge, events, head, opened
+from reef_bus.inspect import Judge, events, fetching, head, opened
 from reef_bus.jetstream import JetStreamJournal
 from reef_bus.journal import LOG
 
@@ -105,8 +105,8 @@ async def ask(args: argparse.Namespace, build: Build) -> Recorded:
 
     Raises Rejected for what can be seen to be a mistake, Unavailable when no answer came: the request then stands.
     """
-    async with opened(args) as (journal, _):
-        judge = Judge()
+    async with opened(args) as (journal, config):
+        judge = Judge(fetching(config))
         return await answer(journal, judge, await put(journal, judge, build))
 
 

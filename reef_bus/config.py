@@ -37,6 +37,7 @@ __all__ = [
     "check",
     "dump",
     "load",
+    "require_router",
 ]
 
 SCHEMA_VERSION = 1
@@ -69,7 +70,8 @@ OPTIONS = {
 """SGLang's options that `inference.options` may not name, and the key that stands for each."""
 LONGEST_LOAD_ID = f"{'f' * 32}:{10**12}"  # that any deployment will see
 ZSTD = () if sys.version_info >= (3, 14) else ("backports", "backports.zstd")  # a parent comes before what is in it
-RESERVED = ("trainer", "publisher", "gateway", "supervisor", "nats")
+ROUTER = "router"
+RESERVED = ("trainer", "publisher", "gateway", ROUTER, "supervisor", "nats")
 
 
 class Config(Part, frozen=True, kw_only=True):
@@ -114,13 +116,15 @@ class Config(Part, frozen=True, kw_only=True):
         engines = dict.fromkeys(self.inference.engines, "engine")
         publishers = dict.fromkeys(self.publishers(), "publisher")
         trainer = {} if self.training.backend == ATTACHED else {"trainer": "trainer"}
-        return {**trainer, **engines, **publishers, "gateway": "gateway"}
+        router = {ROUTER: ROUTER} if self.inference.router_port else {}
+        return {**trainer, **engines, **publishers, "gateway": "gateway", **router}
 
     def metrics_port(self, component: str) -> int:
         """Raises Rejected for a component that this configuration does not name."""
-        known = [*self.components(), "supervisor"]
+        known = [*(name for name in self.components() if name != ROUTER), "supervisor"]
         if self.training.backend == ATTACHED:
             known.append("trainer")
+        known += [ROUTER] if self.inference.router_port else []  # last, so that nobody else's port moves for it
         if component not in known:
             raise Rejected(f"component {component!r} has no metrics port: the configuration names {', '.join(known)}")
         return self.metrics.port + known.index(component)
@@ -248,6 +252,8 @@ def check(config: Config) -> Config:
     if config.publication.pause not in PAUSES:
         raise Rejected(f"publication.pause is {config.publication.pause!r}; expected one of {', '.join(PAUSES)}")
     _check_engines(config.inference)
+    if config.inference.router_port and config.inference.router_port == config.gateway.port:
+        raise Rejected(f"inference.router-port and gateway.port are both {config.gateway.port}: choose another one")
     _check_adapters(config)
     _check_colocate(config)
     if config.training.backend not in ("torch", ATTACHED):
@@ -310,6 +316,8 @@ def _check_engines(inference: Inference) -> None:
         raise Rejected(f"inference.update is {inference.update!r}; expected one of {', '.join(UPDATES)}")
     if inference.tensor_parallel_size < 1:
         raise Rejected(f"inference.tensor-parallel-size is {inference.tensor_parallel_size}; expected 1 or more")
+    if not 0 <= inference.router_port < 1 << 16:
+        raise Rejected(f"inference.router-port is {inference.router_port}: expected 0 (no router) or a port")
     if not 0 < inference.start_s < math.inf:
         raise Rejected(f"inference.start-s is {inference.start_s:g}; expected seconds")
     if unknown := [engine for engine in inference.urls if engine not in inference.engines]:
@@ -351,6 +359,14 @@ def _check_artifacts(where: str) -> None:
             f"artifacts.at is {shown!r} with a password, which would be seen in files and logs; take it out, and set "
             f"FSSPEC_{scheme.upper()}_PASSWORD in the environment of every process"
         )
+
+
+def require_router(config: Config) -> None:
+    """Called where the router is started: Rejected if this host has none, or none is asked for."""
+    if not config.inference.router_port:
+        raise Rejected("inference.router-port is 0, which means no router: set a port")
+    if not _installed("sglang_router"):
+        raise Rejected("inference.router-port: sglang-router is not installed here; pip install 'reef-bus[router]'")
 
 
 def _installed(module: str) -> bool:

@@ -42,7 +42,8 @@ class Inference(Part, frozen=True, kw_only=True):
     in a request, or from `disk`. Without a `prefix_cache` what is paused in place keeps its KV cache; with one, it is
     computed anew by the next version. `options`: the server's own, without dashes, as far as no other key of this
     section stands for them. `urls`: by engine, a server that somebody else runs: it is paused, loaded and asked, never
-    ended."""
+    ended. `router_port`: where SGLang's router listens, on the gateway's host, for clients that speak SGLang's native
+    `/generate`; what they ask is not recorded. 0: none is started."""
 
     backend: str = "torch"
     engines: tuple[str, ...] = ("engine-0", "engine-1")
@@ -59,6 +60,7 @@ class Inference(Part, frozen=True, kw_only=True):
     urls: dict[str, str] = {}
     start_s: float = 600.0
     options: dict[str, str | int | float | bool] = {}
+    router_port: int = 0
 
 
 class Training(Part, frozen=True, kw_only=True):
@@ -137,7 +139,7 @@ class Artifacts(Part, frozen=True, kw_only=True):
 
 class Metrics(Part, frozen=True, kw_only=True):
     """Prometheus. Components listen from `port` on, one port each, in the order in which they are started, then the
-    supervisor, and after it a trainer that is attached; 0: nobody does."""
+    supervisor, after it a trainer that is attached, and last SGLang's router; 0: nobody does."""
 
     host: str = "127.0.0.1"
     port: int = 0

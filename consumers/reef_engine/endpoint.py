@@ -55,14 +55,19 @@ class Endpoint(ABC):
         if request.headers.get(BOOT_HEADER) != self.agent.me.boot:
             return web.json_response({"error": f"this is boot {self.agent.me.boot}"}, status=409)
         try:
-            generated = await self._enter(msgspec.json.decode(await request.read(), type=Prompt))
+            generated = await self.ask(msgspec.json.decode(await request.read(), type=Prompt))
         except (msgspec.DecodeError, Rejected) as error:
             return web.json_response({"error": str(error)}, status=400)
-        except asyncio.QueueFull:
-            return web.json_response({"error": f"{MAX_WAITING} requests wait already"}, status=503)
         except Unavailable as error:
             return web.json_response({"error": str(error)}, status=503)
         return web.Response(body=msgspec.json.encode(generated), content_type="application/json")
+
+    async def ask(self, prompt: Prompt) -> Generated:
+        """Raises Rejected for a prompt that the engine refuses, Unavailable when too many wait or it ends."""
+        try:
+            return await self._enter(prompt)
+        except asyncio.QueueFull as error:
+            raise Unavailable(f"{MAX_WAITING} requests wait already") from error
 
     def _enter(self, prompt: Prompt) -> asyncio.Future[Generated]:
         """Raises QueueFull, and Unavailable once nobody takes anything from the queue any more."""

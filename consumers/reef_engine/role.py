@@ -17,6 +17,7 @@ from consumers.reef_engine.agent import Agent
 from consumers.reef_engine.continuous import Continuous
 from consumers.reef_engine.endpoint import Endpoint
 from consumers.reef_engine.fault import Fault
+from consumers.reef_engine.native import Native
 from consumers.reef_engine.server import Server
 from reef_bus import process
 from reef_bus.artifacts import ArtifactStore
@@ -44,7 +45,7 @@ async def _build(config: Config, journal: Journal, me: Me, stack: contextlib.Asy
     app = web.Application()
     agent = Agent(config, me, "", backend, store, _fault(me.id))
     server = _endpoint(agent, backend, config.inference.max_batch)
-    app.add_routes(server.routes())
+    app.add_routes([*server.routes(), *Native(server).routes()])
     agent.url = await listen(app, config.inference.host, 0, stack)
     worker = asyncio.create_task(server.work())
     worker.add_done_callback(_died)

@@ -15,7 +15,7 @@ import msgspec
 
 from consumers.reef_supervisor.role import Supervisor, prepare, watch
 from reef_bus.artifacts import ArtifactStore
-from reef_bus.config import Artifacts, Config, dump
+from reef_bus.config import Artifacts, Config, dump, require_router
 from reef_bus.core.effects import Me
 from reef_bus.core.world import World
 from reef_bus.embedded import Lock, NatsServer
@@ -120,7 +120,12 @@ async def _server(config: Config, stack: contextlib.AsyncExitStack) -> NatsServe
 def _settle(config: Config, server: NatsServer | None) -> tuple[Config, Path]:
     """Fix what was left open, so that a restarted child comes back where it was; write it for the children."""
     nats = msgspec.structs.replace(config.nats, url=server.url) if server else config.nats
-    gateway = msgspec.structs.replace(config.gateway, port=_free_port(config.gateway.host, config.gateway.port))
+    gateway = msgspec.structs.replace(
+        config.gateway, port=_free_port("gateway.port", config.gateway.host, config.gateway.port)
+    )
+    if config.inference.router_port:
+        require_router(config)
+        _free_port("inference.router-port", config.gateway.host, config.inference.router_port)
     path = config.folder("run") / CONFIG_FILE
     config = msgspec.structs.replace(
         config,
@@ -140,13 +145,13 @@ def _settled(config: Config) -> Artifacts:
     return msgspec.structs.replace(config.artifacts, at=str(Path(at).resolve()) if folder else at)
 
 
-def _free_port(host: str, port: int) -> int:
+def _free_port(key: str, host: str, port: int) -> int:
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
         except OSError as error:
-            raise Rejected(f"gateway.port {port} on {host}: {error.strerror}; free it or configure another") from error
+            raise Rejected(f"{key} {port} on {host}: {error.strerror}; free it or configure another") from error
         return int(probe.getsockname()[1])
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer
 
-from consumers.reef_engine.sglang import backend
+from consumers.reef_engine.sglang import limits
 from consumers.reef_gateway import hugging_face
 from reef_bus.errors import Rejected
 from tests.chats import ALTERNATING, CHATML, IM_END, LENGTH, byte_fallback, byte_level, qwen2, write, write_chat_folder
@@ -205,4 +205,4 @@ async def test_openais_client_says_what_was_refused(client: Any, imported: Calla
 
 
 def test_an_answer_has_the_room_that_the_engine_gives_it() -> None:
-    assert hugging_face.RESERVED == backend.RESERVED
+    assert hugging_face.RESERVED == limits.RESERVED

@@ -6,6 +6,7 @@ Knows: the demo as a person runs it, and every record that it leaves. Must not k
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import pytest
 from msgspec.structs import replace
 from pytest import CaptureFixture
 
+from consumers.reef_engine.sglang.launch import SHIMS
 from reef_bus.policy import PolicyConfig
 from tests.watched import Watched, asked, ran, require_every_token_to_be_the_trainers
 
@@ -48,9 +50,10 @@ def test_a_policy_learns_on_two_real_servers_through_three_kills(tmp_path: Path,
 
 
 def test_two_adapters_learn_over_one_base_on_two_real_servers_through_three_kills(
-    tmp_path: Path, capsys: CaptureFixture[str]
+    tmp_path: Path, capsys: CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pytest.importorskip("peft", reason="the trainer of adapters")
+    """PEFT imports transformers, which in this environment needs what SGLang needs on a CPU."""
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, (str(SHIMS), os.environ.get("PYTHONPATH", "")))))
     demo, said = run(tmp_path / "demo", capsys, ADAPTERS, OF_ADAPTERS, "--lora")
     assert said["scenarios"].keys() == {"digit", "successor"}
     for each in said["scenarios"].values():

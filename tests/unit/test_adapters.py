@@ -16,6 +16,7 @@ from reef_bus.core.world import World, fold
 from reef_bus.events import (
     AdapterUnloaded,
     EngineLeft,
+    Evidence,
     PublicationHalted,
     PublicationRefused,
     ReceiverFailed,
@@ -66,7 +67,7 @@ from tests.facts import (
     unloaded,
 )
 from tests.spec import Scribe, Step, by, contradicts, counts, facts_of, given, only, publisher_debts, void
-from tests.unit.test_start import continued, first, start_of_log
+from tests.unit.test_start import audited, continued, first, start_of_log
 
 SCENARIOS = (MATH, CODE)
 
@@ -424,6 +425,42 @@ def test_the_base_model_comes_before_every_adapter() -> None:
     assert type(owes(world, "e1", "e1.2")).__name__ == "VerifyHead"
 
 
+def test_a_head_that_is_rolled_back_is_not_loaded_first_for_it_may_be_what_nobody_can_load() -> None:
+    """Every boot would leave over it, and what the person asked for would reach none."""
+    asked = len((*ROLLBACK[:-1], *AGAIN)) + 1
+    back = adapter_target(MATH, 4, "m1", m("e1", 2), parent=3, request=asked)
+    state = given(*ROLLBACK[:-1], *AGAIN)
+    assert owes(state.world, "e1", "e1.2") == load(MATH, 3, "m2")
+    begun = (*ROLLBACK[:-1], *AGAIN, ROLLBACK[-1], back)
+    assert owes(given(*begun).then(), "e1", "e1.2") == load(MATH, 4, "m1", "pub4")
+    staged = by("e1.2", adapter_staged("e1", MATH, 4, "m1"))
+    assert owes(given(*begun, staged).then(), "e1", "e1.2") is None
+    assert owes(given(*begun, halted(4)).then(), "e1", "e1.2") == load(MATH, 3, "m2")
+
+
+# -- a log that goes on, audited
+
+
+def test_a_log_of_adapters_that_goes_on_is_audited_from_its_start() -> None:
+    """With the heads that its predecessor left, whatever they are, and what may be brought back of what was before."""
+    start = start_of_log(*FROZEN, *THREE)
+    heads = adapter_caught_up("e0", MATH, 3, "m2"), adapter_caught_up("e0", CODE, 2, "c1")
+    begun = (first(start), trainer_joined(), joined_with("e0"), holds("e0", 0, "base"), *heads)
+    asked = start.seq + len(begun) + 1
+    word = Evidence("e0", "e0.1", asked + 2, digest("m1"))
+    back = (
+        adapter_rollback_asked(MATH, 1, 3),
+        adapter_target(MATH, 4, "m1", E0, parent=3, request=asked),
+        adapter_staged("e0", MATH, 4, "m1"),
+        replace(adapter_committed(MATH, 4, "m1", E0, parent=3), evidence=(word,)),
+    )
+    to_none = adapter_target(CODE, 5, NO_LORA[CODE], E0, parent=2, request=asked + len(back))
+    rest = (*begun, *back, adapter_rollback_asked(CODE, 0, 2), to_none)
+    assert audited(start, *rest).violations == ()
+    wrong = audited(start, *begun, *back[:1], replace(back[1], parent=L(1)))
+    assert {"fold", 5} <= {violation.invariant for violation in wrong.violations}
+
+
 # -- lost adapters
 
 
@@ -457,6 +494,12 @@ ALIAS: tuple[Step, ...] = (
     adapter_committed(MATH, 4, "m1", E0, E1, parent=3),
 )
 THREE_ROLLED_BACK = (*ROLLBACK, *ALIAS)
+AGAIN: tuple[Step, ...] = (
+    by("e1.2", joined_with("e1")),
+    by("e1.2", holds("e1", 0, "base")),
+    by("e1.2", adapter_caught_up("e1", CODE, 2, "c1")),
+)
+"""A new boot that holds everything but the head of math."""
 
 
 def test_a_rollback_to_bytes_that_are_there_is_a_proof_and_no_load() -> None:

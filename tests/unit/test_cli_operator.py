@@ -9,11 +9,13 @@ import argparse
 import contextlib
 import json
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from reef_bus import cli_operator
+from reef_bus.artifacts import ArtifactStore
 from reef_bus.cli import main
 from reef_bus.config import Config
 from reef_bus.errors import ContractError, Rejected, Unavailable
@@ -33,7 +35,9 @@ from reef_bus.events import (
     RollbackRequested,
 )
 from reef_bus.events import RecoveryResumeRequested as Asked
+from reef_bus.inspect import Judge
 from reef_bus.journal import LOG, MemoryJournal, MemoryStreams
+from reef_bus.origin import Fetch, nowhere
 from tests import facts
 from tests.loop import put
 
@@ -95,6 +99,26 @@ async def test_the_head_that_the_person_could_see_is_named(journal: Owner) -> No
     await cli_operator.request(words())
     request = await journal.read(LOG, 6)
     assert request is not None and request.event.head == "inc:0"  # type: ignore[attr-defined]
+
+
+async def test_a_log_that_goes_on_is_read_with_its_start(
+    journal: Owner, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """It lies in the deployment's artifact folder: without it nothing can be asked after a log was rolled."""
+    config = Config(state_dir=str(tmp_path))
+    start = ArtifactStore(config.artifact_root()).put(b"where it goes on from")
+
+    @contextlib.asynccontextmanager
+    async def opened(_: object) -> AsyncIterator[tuple[Owner, Config]]:
+        yield journal, config
+
+    def judge(fetch: Fetch = nowhere) -> Judge:
+        assert fetch(start.digest) == b"where it goes on from"
+        return Judge(fetch)
+
+    monkeypatch.setattr(cli_operator, "opened", opened)
+    monkeypatch.setattr(cli_operator, "Judge", judge)
+    assert await cli_operator.request(words()) == 0
 
 
 async def test_every_request_of_a_person_counts_whoever_else_asks_at_that_moment(journal: Owner) -> None:

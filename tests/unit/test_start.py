@@ -34,6 +34,7 @@ from tests.facts import (
     registered,
     rejected,
     released,
+    rollback_asked,
     selected,
     started,
     target,
@@ -243,3 +244,10 @@ def test_a_gap_behind_the_start_is_found() -> None:
     start = start_of_log(*RELEASED)
     found = check(continued(start, first(start), seq=25), (), None, start)
     assert [violation.invariant for violation in found.violations] == ["gap", "fold"]
+
+
+def test_a_rollback_to_what_the_predecessor_had_released_is_no_violation() -> None:
+    start = start_of_log(*RELEASED)
+    begun = (first(start), trainer_joined(), joined("e0"), holds("e0", 1, "c1"))
+    back = msgspec.structs.replace(target(2, "base", E0), sender="artifact", request=start.seq + len(begun) + 1)
+    assert audited(start, *begun, rollback_asked(0, 1), back).violations == ()

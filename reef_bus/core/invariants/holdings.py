@@ -163,11 +163,12 @@ def _no_room(holdings: Holdings, member: Member, event: TargetPersisted) -> str:
 
 
 def check_answers(holdings: Holdings, answers: Answers, findings: Findings) -> None:
-    """Of scenarios that train adapters: by what was it made, and did the boot hold that all the time."""
+    """Of scenarios that train adapters: by what was it made, and did the boot hold that all the time. What was given
+    before this log began is audited with its predecessor."""
     if not holdings.heads:
         return
     for answer in answers.by_id.values():
-        if answer.scenario in holdings.heads and answer.as_of > answers.begin:
+        if answer.scenario in holdings.heads and not 0 < answer.as_of <= answers.begin:
             for invariant, text, seqs in _wrong_answer(holdings, answer):
                 said = f"record {answer.record} by {answer.engine} boot {answer.boot} names {answer.load_id}"
                 findings.add(

@@ -135,12 +135,12 @@ def _register(ledger: Ledger, recorded: Recorded, event: ScenarioRegistered) -> 
 
 def _register_adapter(ledger: Ledger, recorded: Recorded, event: AdapterRegistered) -> None:
     """Its release 0 is the base model, and its content the adapter that changes nothing."""
-    origin, scenario = adapter_base(event.scenario), event.scenario
+    origin, scenario, load_id = adapter_base(event.scenario), event.scenario, str(LoadId(ledger.incarnation, 0))
     ledger.contents[origin] = Content("", event.manifest, event.weights, scenario)
     ledger.selected[origin], ledger.ended[origin] = recorded.seq, "committed"
-    ledger.tips[scenario] = ledger.origins[scenario] = origin
+    ledger.tips[scenario], ledger.origins[scenario] = origin, (load_id, origin)
     ledger.holdings.loras[scenario] = event.lora
-    ledger.holdings.heads[scenario] = [(recorded.seq, str(LoadId(ledger.incarnation, 0)))]
+    ledger.holdings.heads[scenario] = [(recorded.seq, load_id)]
 
 
 def _dispatch(ledger: Ledger, recorded: Recorded, event: JobDispatched) -> None:

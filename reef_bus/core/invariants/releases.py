@@ -106,7 +106,8 @@ def _content(ledger: Ledger, event: TargetPersisted, load_id: str) -> str | None
     """What the release is, if it is one of the same scenario's."""
     if not event.lora:
         return ledger.releases.get(load_id)
-    found = ledger.origins.get(event.scenario) if load_id == ledger.head else ledger.releases.get(load_id)
+    origin, content = ledger.origins.get(event.scenario, ("", ""))
+    found = content if load_id == origin else ledger.releases.get(load_id)
     return found if found and ledger.contents[found].scenario == event.scenario else None
 
 

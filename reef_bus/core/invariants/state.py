@@ -57,7 +57,7 @@ class Ledger(msgspec.Struct, kw_only=True):
     """What the events said so far. `ended` says how a candidate ended; `held` is what each boot last proved since its
     last fence; `stops` are, by boot, the proofs of what it had not held, for which nothing may be in hand, and the
     fences raised for the attempt that was then open: a stale one, stored late, proves no drain. `head` is the base
-    model's, `tips` are the contents of adapters' heads by scenario, `origins` those of their releases 0."""
+    model's, `tips` are the contents of adapters' heads by scenario, `origins` their releases 0: load id and content."""
 
     findings: Findings
     answers: Answers
@@ -67,7 +67,7 @@ class Ledger(msgspec.Struct, kw_only=True):
     head: str = ""
     head_candidate: str = ""
     tips: dict[str, str] = {}
-    origins: dict[str, str] = {}
+    origins: dict[str, tuple[str, str]] = {}
     holdings: Holdings = msgspec.field(default_factory=Holdings)
     digests: dict[str, str] = {}
     contents: dict[str, Content] = {}
@@ -112,6 +112,6 @@ def seed(ledger: Ledger, start: Start) -> None:
 
 def _seed_adapter(ledger: Ledger, start: Start, known: KnownAdapter) -> None:
     scenario, origin = known.scenario, known.origin.candidate
-    ledger.origins[scenario], ledger.selected[origin] = origin, start.seq
+    ledger.origins[scenario], ledger.selected[origin] = (known.origin.load_id, origin), start.seq
     ledger.tips[scenario] = origin if known.head == known.origin.load_id else ledger.releases[known.head]
     ledger.holdings.loras[scenario], ledger.holdings.heads[scenario] = known.lora, [(start.seq, known.head)]

@@ -31,10 +31,13 @@ def adapters(world: World, found: Engine, lost: frozenset[str]) -> list[Debt]:
 
 
 def _committed(world: World, found: Engine) -> list[Debt]:
-    """The first scenario whose head is not there, and can be."""
+    """The first scenario whose head is not there, and can be. A head that is being rolled back may be the very one that
+    nobody can load: it is not owed meanwhile, or no boot would live to receive what takes its place."""
+    open_ = world.publications.open
+    leaving = open_.scenario if open_ and open_.request else ""
     for scenario, head in world.publications.adapters.items():
         adapter = world.training.adapters[scenario]
-        if head.parent and not residency.served(_state(found), scenario):
+        if head.parent and scenario != leaving and not residency.served(_state(found), scenario):
             debts = _load(found, head, adapter.lora, max(found.joined, head.seq))
             if debts:
                 return debts

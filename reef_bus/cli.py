@@ -128,6 +128,10 @@ def _parser() -> Parser:
     audit.add_argument("file", nargs="?", metavar="FILE", help="what `export` wrote (default: the live log)")
     export = add("export", "the history as JSON lines, for `audit` elsewhere or for a test", _export)
     export.add_argument("-o", "--output", metavar="FILE", help="default: standard output")
+    weights = add("weights", "a committed release as files: a checkpoint, or a LoRA adapter as PEFT's folder", _weights)
+    weights.add_argument("scenario", metavar="SCENARIO", help="as `status` shows it")
+    weights.add_argument("--release", metavar="LOAD_ID", help="default: the scenario's head")
+    weights.add_argument("--into", metavar="DIR", required=True, help="a new folder")
     backup = add("backup", "the history and every blob that it names, into a folder; again: what is new", _backup)
     backup.add_argument("dir", metavar="DIR", help="the backup: a new folder, or one of an earlier backup")
     restore = add("restore", "an empty deployment goes on from a backup; name it with --state or -c", _restore)
@@ -247,6 +251,12 @@ def _export(args: argparse.Namespace) -> int:
     from reef_bus import cli_audit
 
     return asyncio.run(cli_audit.export(args))
+
+
+def _weights(args: argparse.Namespace) -> int:
+    from reef_bus import cli_weights
+
+    return asyncio.run(cli_weights.weights(args))
 
 
 def _request(args: argparse.Namespace) -> int:

@@ -112,13 +112,13 @@ async def ask(args: argparse.Namespace, build: Build) -> Recorded:
 
 async def put(journal: JetStreamJournal, judge: Judge, build: Build) -> int:
     """The sequence of the request. `judge` has folded at least up to the state that it was made of."""
-    await _read(journal, judge, await head(journal, LOG))
+    await read(journal, judge, await head(journal, LOG))
     event = build(judge.world)
     draft = Draft(event=event, writer=f"person/{event.key}", boot=f"cli-{os.urandom(6).hex()}")
     return (await journal.append(draft, 0)).seq
 
 
-async def _read(journal: JetStreamJournal, judge: Judge, until: int) -> None:
+async def read(journal: JetStreamJournal, judge: Judge, until: int) -> None:
     """Fold up to `until`. Raises what cannot be followed: nobody asks on half a log."""
     async with contextlib.aclosing(events(journal, LOG, judge.world.seq, until)) as found:
         async for recorded in found:

@@ -8,8 +8,11 @@ from typing import Any
 import pytest
 from pytest import CaptureFixture
 
+from reef_bus.cli import main
 from reef_bus.core.ids import adapter_name
 from reef_bus.events import EngineStaged, InferenceRecorded, ReceiverFailed, Recorded, ReleaseCommitted
+from reef_bus.manifest import describe
+from reef_bus.peft_folder import read_peft_folder
 from reef_bus.policy import PolicyConfig
 from tests.watched import Watched, asked, ran, require_every_token_to_be_the_trainers
 
@@ -35,8 +38,19 @@ def test_two_adapters_learn_over_one_base_through_three_kills(tmp_path: Path, ca
     assert {scenario for scenario, _ in demo.sampled()} == SCENARIOS
     caught_up = [r for r in demo.history.log if isinstance(r.event, EngineStaged) and not r.event.publication]
     assert "engine-1" in {each.event.key for each in caught_up}
+    require_a_folder_that_peft_opens(tmp_path / "demo", tmp_path / "adapter", demo)
     for scenario in SCENARIOS:
         require_only_what_a_boot_had_proven(demo.history.log, demo.history.records, scenario)
+
+
+def require_a_folder_that_peft_opens(state: Path, into: Path, demo: Watched) -> None:
+    """`reef-bus weights` of the kept deployment: the head's tensors, and what they stand beside."""
+    assert main(["weights", "digit", "--into", str(into), "--state", str(state)]) == 0
+    tensors, lora, base = read_peft_folder(into)
+    head = max((each for each in demo.releases.values() if each.scenario == "digit"), key=lambda each: each.seq)
+    assert (describe(tensors).digest, lora) == (head.manifest, demo.adapters["digit"].lora)
+    (whole,) = (release for (scenario, _), release in demo.releases.items() if not scenario)
+    assert base == f"reef-manifest:{whole.manifest}"
 
 
 def require_only_what_a_boot_had_proven(log: list[Recorded], records: list[Recorded], scenario: str) -> None:

@@ -218,7 +218,8 @@ class Gateway(Role):
         trained = (*self.config.adapters.scenarios, *self.router.world.training.adapters)
         known = [self.config.scenario, *dict.fromkeys(trained)]
         if scenario not in known:
-            raise Rejected(f"scenario {scenario!r} is not known here; this deployment has {', '.join(known)}", 404)
+            has = ", ".join(map(repr, known))
+            raise Rejected(f"scenario {scenario!r} is not known here; this deployment has {has}", 404)
         return scenario
 
 

@@ -86,9 +86,9 @@ def sampling(imported: Callable[[str], ModuleType]) -> Any:
     return imported("sglang.srt.sampling.sampling_params").SamplingParams
 
 
-def test_the_installed_version_is_the_one_that_the_extra_names() -> None:
+def test_the_installed_versions_are_those_that_the_extras_name() -> None:
     named = {line.partition(";")[0] for line in requires("reef-bus") or () if line.startswith("sglang")}
-    assert named == {f"sglang=={version('sglang')}"}
+    assert named == {f"{each}=={version(each)}" for each in ("sglang", "sglang-router")}
 
 
 # What we send.

@@ -148,17 +148,7 @@ def _join(training: Training, recorded: Recorded, event: TrainerJoined) -> None:
 
 def _register(training: Training, recorded: Recorded, event: ScenarioRegistered) -> None:
     training.scenario, training.model, training.registered = event.scenario, event.model, recorded.seq
-    training.candidates[BASE] = Candidate(
-        id=BASE,
-        base="",
-        step=0,
-        weights=event.weights,
-        optimizer=event.optimizer,
-        manifest=event.manifest,
-        tensor_bytes=event.tensor_bytes,
-        seq=recorded.seq,
-        selected=recorded.seq,
-    )
+    training.candidates[BASE] = _origin(BASE, recorded, event, "")
 
 
 def _register_adapter(training: Training, recorded: Recorded, event: AdapterRegistered) -> None:
@@ -166,8 +156,13 @@ def _register_adapter(training: Training, recorded: Recorded, event: AdapterRegi
     training.adapters[event.scenario] = Adapter(
         scenario=event.scenario, lora=event.lora, registered=recorded.seq, base=origin
     )
-    training.candidates[origin] = Candidate(
-        id=origin,
+    training.candidates[origin] = _origin(origin, recorded, event, event.scenario)
+
+
+def _origin(id_: str, recorded: Recorded, event: ScenarioRegistered | AdapterRegistered, scenario: str) -> Candidate:
+    """What a chain begins with: it was trained from nothing, and nobody has to select it."""
+    return Candidate(
+        id=id_,
         base="",
         step=0,
         weights=event.weights,
@@ -176,7 +171,7 @@ def _register_adapter(training: Training, recorded: Recorded, event: AdapterRegi
         tensor_bytes=event.tensor_bytes,
         seq=recorded.seq,
         selected=recorded.seq,
-        scenario=event.scenario,
+        scenario=scenario,
     )
 
 

@@ -10,7 +10,7 @@ ARGS ?=
 export PYTHON
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-lora demo-sglang test test-sglang test-gpu lint format kill-matrix simulate bench bench-baselines schemas clean prepare-demo prepare-lora prepare-dev prepare-bench prepare-sglang
+.PHONY: help demo demo-lora demo-sglang test test-long test-sglang test-gpu lint format kill-matrix simulate bench bench-baselines schemas clean prepare-demo prepare-lora prepare-dev prepare-bench prepare-sglang
 
 help:  ## what there is
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-15s %s\n", $$1, $$2}' Makefile
@@ -25,8 +25,13 @@ demo-sglang: prepare-sglang  ## the same over two real SGLang servers on this CP
 	@PYTHONPATH=$(SHIMS) $(SGLANG)/bin/reef-bus demo --engine sglang $(ARGS)
 
 # A worker that ends is not replaced: pytest-xdist 3.8 would then wait for ever under loadfile.
+PYTEST := $(BIN)/python -m pytest --dist loadfile --max-worker-restart=0 --durations=20 --durations-min=5
+
 test: lint $(if $(ARGS),,simulate)  ## lint, types, import rules, 2,000 simulated seeds, then the tests with a coverage report
-	@$(BIN)/python -m pytest -n 2 --dist loadfile --max-worker-restart=0 --cov --cov-report=term --durations=20 --durations-min=5 $(ARGS)
+	@$(PYTEST) -n 3 --cov --cov-report=term $(or $(ARGS),-m "not long")
+
+test-long: prepare-dev  ## the tests that `make test` leaves out: whole deployments under kills, half a minute or more each
+	@$(PYTEST) -n 2 -m long $(ARGS)
 
 test-sglang: prepare-sglang  ## an unmodified SGLang server on this CPU, driven by our engine; x86-64 Linux
 	@$(SGLANG)/bin/python -m pytest -q tests/sglang $(ARGS)

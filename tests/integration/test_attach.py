@@ -22,7 +22,7 @@ from reef_bus.events import Recorded
 from reef_bus.policy import PolicyConfig, new_policy
 from tests.e2e.live import CONFIG, Live, live
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.long]
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = ROOT / "deploy" / "examples" / "attach_torch.py"

@@ -12,7 +12,7 @@ from tests.bench.baselines.kills import baseline
 from tests.bench.baselines.outcome import LIMIT_S, Cell, Result
 from tests.bench.baselines.patterns import PATTERNS
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.long]
 
 NO_RAY = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="ray is not installed (extra bench)")
 

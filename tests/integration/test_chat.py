@@ -24,7 +24,7 @@ from reef_bus.samples import TokenRow, decode_rows
 from tests.chats import IM_END, IM_START, TOOL_CALL, write_chat_folder
 from tests.e2e.live import CONFIG, Live, live
 
-pytestmark = [pytest.mark.integration, pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [pytest.mark.integration, pytest.mark.long, pytest.mark.asyncio(loop_scope="module")]
 
 CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "hé"}]
 PROMPT = (

@@ -25,7 +25,7 @@ from reef_bus.events import (
 )
 from tests.e2e.live import CONFIG, Live, kill_at, live, recovered
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.long]
 
 COLOCATED = msgspec.structs.replace(CONFIG, training=msgspec.structs.replace(CONFIG.training, colocate=True))
 ORDER = ("EngineMemoryReleased", "EngineFenced", "EngineMemoryRestored", "ReceiverVerified")

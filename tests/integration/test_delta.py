@@ -30,7 +30,7 @@ from reef_bus.manifest import Manifest, describe
 from reef_bus.stored import Chain, chain_at, read
 from tests.e2e.live import Live, in_mode, kill_at, live, recovered
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.long]
 
 EVERY = 4
 STAGED = in_mode("staged")

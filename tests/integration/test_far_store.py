@@ -27,7 +27,7 @@ from tests.integration.test_roll import Capture, events, said
 
 AWAY_S = 5.0
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.long]
 
 
 @pytest.fixture(autouse=True)

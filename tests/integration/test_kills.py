@@ -8,7 +8,7 @@ import pytest
 
 from tests.e2e.live import kill_at, live, recovered
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.long]
 
 ORDERS = {
     "trainer": ("JobStarted", "CandidateReady", "SenderReady"),

@@ -16,7 +16,7 @@ from reef_bus.peft_folder import read_peft_folder
 from reef_bus.policy import PolicyConfig
 from tests.watched import Watched, asked, ran, require_every_token_to_be_the_trainers
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.long]
 
 RELEASES = 8
 KILLS = ("engine-0@EngineStaged", "trainer@TargetPersisted", "publisher@EngineStaged", "engine-1@ReleaseCommitted")

@@ -34,7 +34,7 @@ from tests.integration.slow_engine import TOKEN_S
 from tests.loop import until
 from tests.unit.test_pauses import by_hand, policy, same
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.long]
 
 QUESTION = Prompt(ids=(11, 7, 10), max_tokens=29, temperature=1.0, seed=5)  # "7", and what the model has room for
 BEFORE_S = 0.5  # of its 2.9 s: then the release is published

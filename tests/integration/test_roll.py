@@ -303,7 +303,8 @@ async def test_a_consumer_of_the_old_log_stops_and_a_new_one_begins(tmp_path: Pa
         await journal.apply(1)
         await write(journal, store, HISTORY)
         old, new = journal.follow(LOG), journal.follow(LOG)
-        assert (await anext(old))[-1].seq == 19
+        while (await anext(old))[-1].seq != 19:  # however many batches that takes
+            pass
         await roll.roll(journal, store, tmp_path, 1)
         assert [each.seq for each in await asyncio.wait_for(anext(new), 5)] == [20]
         with pytest.raises(ContractError, match="this is another log, or it was cut"):

@@ -22,7 +22,7 @@ from reef_bus.events import (
 from tests.e2e.live import Live, in_mode, live
 from tests.integration.test_demo import reef_bus
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.long]
 
 MS = 1e6
 

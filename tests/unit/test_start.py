@@ -14,6 +14,7 @@ import pytest
 
 from reef_bus.artifacts import ArtifactStore
 from reef_bus.audit import History, read_export, write_export
+from reef_bus.backup import named
 from reef_bus.core.invariants import Audit, check
 from reef_bus.core.records import Consumed
 from reef_bus.core.start import FORMAT, PER_SCENARIO, LastBatch, Start, compact, decode_start, encode_start, unrest
@@ -22,21 +23,26 @@ from reef_bus.errors import ContractError
 from reef_bus.events import Blob, LogOpened, Recorded
 from reef_bus.journal import MemoryJournal, MemoryStreams
 from reef_bus.origin import blobs_in, nowhere, start_of
+from reef_bus.roll import start_after
 from reef_bus.runner import Runner
+from reef_bus.samples import Batch, encode_batch
 from tests.facts import (
     CODE,
     E0,
     E1,
     FROZEN,
     MATH,
+    NO_LORA,
     REGISTERED,
     SERVING,
     S,
     adapter_trained,
     blob,
     dispatched,
+    dropped,
     holds,
     joined,
+    of,
     opened,
     registered,
     rejected,
@@ -123,6 +129,20 @@ def test_a_start_with_adapters_says_of_each_scenario_what_its_last_batch_left() 
     world = World(start=start)
     assert fold(world, continued(start, first(start))[0]) == ""
     assert world.training.batches == {MATH: blob("batch-job-m2"), CODE: blob("batch-job-c1")}
+
+
+def test_a_roll_reads_the_last_batch_of_each_scenario_and_a_backup_keeps_them(tmp_path: Path) -> None:
+    store, batches = ArtifactStore(tmp_path), dict[str, Blob]()
+    steps: list[Step] = []
+    for scenario, floor, taken in ((MATH, 8, ()), (CODE, 2, (5, 7))):
+        batch = Batch(job="j", step=1, base="b", seed=0, samples=(), records=(), floor=floor, taken=taken)
+        batches[scenario] = store.put(encode_batch(batch))
+        job = msgspec.structs.replace(dispatched("j", NO_LORA[scenario]), batch=batches[scenario])
+        steps += of(scenario, job, dropped("j"))
+    start = start_after(told(*FROZEN, *steps)[0], store)
+    found = {scenario: (each.floor, each.taken) for scenario, each in start.batches.items()}
+    assert found == {MATH: (8, ()), CODE: (2, (5, 7))}
+    assert {blob.digest for blob in batches.values()} <= named(History((), (), None, start))
 
 
 def test_a_scenario_without_a_job_is_in_no_start() -> None:

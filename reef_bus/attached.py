@@ -223,7 +223,8 @@ class Attached(Authority):
         publish = self._due()
         (base,) = effect.bases  # whole models: there is one chain
         publish.job = publish.job_from(base)
-        last = decode_batch(await blocking(self.store.get, effect.last_batch.digest)) if effect.last_batch else None
+        blob = effect.batches.get("")
+        last = decode_batch(await blocking(self.store.get, blob.digest)) if blob else None
         batch = Batch(
             job=publish.job,
             step=publish.step,

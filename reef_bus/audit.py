@@ -26,7 +26,7 @@ from reef_bus.core.invariants import (
     enter,
     examine,
 )
-from reef_bus.core.start import Start
+from reef_bus.core.start import Start, readable
 from reef_bus.envelope import decode_line, from_json, plain_lines, recorded_on, to_json
 from reef_bus.errors import ContractError, Rejected, Unavailable
 from reef_bus.events import CATALOGUE, JobDispatched, Recorded
@@ -122,6 +122,7 @@ def consumption(batch: Batch) -> Consumption:
         records=batch.records,
         samples=tuple(Trained(sample.record, sample.load_id, sample.reward) for sample in batch.samples),
         spans={sample.record: sample.spans for sample in batch.samples if sample.spans},
+        scenario=batch.scenario,
     )
 
 
@@ -329,7 +330,7 @@ def _read_line(line: bytes) -> tuple[str, Recorded | Consumption | Unread | Star
 
 def _start(value: Mapping[str, Any]) -> Start:
     try:
-        return msgspec.convert(value.get("start"), Start)
+        return readable(msgspec.convert(value.get("start"), Start))
     except msgspec.ValidationError as error:
         raise ContractError(f"this is no start of a log: {error}") from error
 

@@ -20,7 +20,7 @@ from reef_bus.audit import History, read_export, read_history, write_export
 from reef_bus.config import Config
 from reef_bus.core.retention import blobs as blobs_of
 from reef_bus.core.retention import retention
-from reef_bus.core.start import Start, encode_start
+from reef_bus.core.start import Start, encode_start, last_batches
 from reef_bus.core.void import RULES
 from reef_bus.errors import ContractError, Rejected, TransferError
 from reef_bus.events import AdapterRegistered, Blob, CandidateReady, LogOpened, Recorded, ScenarioRegistered
@@ -98,7 +98,7 @@ def _of_start(start: Start) -> Iterator[str]:
     for candidate in start.candidates:
         yield from (candidate.weights.digest, candidate.manifest)
         yield from [candidate.optimizer.digest] if candidate.optimizer else []
-    yield from [start.last_batch.digest] if start.last_batch else []
+    yield from (last.batch.digest for last in last_batches(start).values())
 
 
 # -- backup

@@ -19,11 +19,12 @@ import msgspec
 
 from reef_bus.artifacts import ArtifactStore, folder_of
 from reef_bus.audit import History, read_export, read_history, write_export
+from reef_bus.core.records import Consumed
 from reef_bus.core.start import Start, compact, encode_start, unrest
 from reef_bus.core.void import RULES
 from reef_bus.core.world import World, fold
 from reef_bus.errors import Conflict, ContractError, Rejected
-from reef_bus.events import Draft, LogOpened
+from reef_bus.events import Blob, Draft, LogOpened
 from reef_bus.jetstream import JetStreamJournal
 from reef_bus.journal import LOG
 from reef_bus.runner import blocking
@@ -144,11 +145,14 @@ def folded(history: History) -> World:
 
 
 def start_after(world: World, store: ArtifactStore) -> Start:
-    """What a log that goes on from `world` begins with; `store` holds the last job's batch."""
-    last = world.training.last_batch
-    batch = decode_batch(store.get(last.digest)) if last else None
-    spent = (batch.floor, batch.taken) if batch else (0, ())
-    return compact(world.seq, world.last_id, world.training, world.publications, *spent)
+    """What a log that goes on from `world` begins with; `store` holds the batch of each scenario's last job."""
+    consumed = {scenario: _consumed(store, blob) for scenario, blob in world.training.batches.items()}
+    return compact(world.seq, world.last_id, world.training, world.publications, consumed)
+
+
+def _consumed(store: ArtifactStore, blob: Blob) -> Consumed:
+    batch = decode_batch(store.get(blob.digest))
+    return Consumed(batch.floor, frozenset(batch.taken))
 
 
 # -- the archive

@@ -34,9 +34,10 @@ class Given(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 class Batch(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """One job's input and commit context: training it again needs nothing else.
 
-    `records` are the consumed records with their sequences; `floor` and `taken` are the processor's next state: below
-    `floor` nothing is wanted any more, `taken` are the consumed sequences above it. With `given` there are neither
-    samples nor records, and nothing is left to train.
+    `records` are the consumed records with their sequences; `floor` and `taken` are the processor's next state: up to
+    `floor` nothing is wanted any more, `taken` are the consumed sequences above it. They speak of the records of
+    `scenario` alone, whose adapter is trained; empty: of all that were wanted, as in every batch from before there was
+    the field. With `given` there are neither samples nor records, and nothing is left to train.
     """
 
     job: str
@@ -48,6 +49,7 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     floor: int
     taken: tuple[int, ...]
     given: Given | None = None
+    scenario: str = ""
 
 
 _ROWS = msgspec.msgpack.Decoder(list[TokenRow])

@@ -31,7 +31,7 @@ from reef_bus.events import AdapterRegistered, Blob, Event, JobDispatched, JobDr
 from reef_bus.journal import Journal
 from reef_bus.manifest import Manifest
 from reef_bus.runner import Role, blocking
-from reef_bus.samples import Batch, decode_batch, encode_batch
+from reef_bus.samples import Batch, encode_batch
 from reef_bus.stored import Saved, as_file, blob_file, save
 from reef_bus.sweep import sweep
 
@@ -140,8 +140,8 @@ class Trainer(Authority):
     # -- jobs
 
     async def assemble(self, effect: AssembleBatch) -> Event:
-        last = decode_batch(await blocking(self.store.get, effect.last_batch.digest)) if effect.last_batch else None
-        base, units, samples, floor, taken = await self.book.batch(effect.bases, last)
+        base, units, samples, consumed = await self.book.batch(effect.bases, effect.batches)
+        adapter = self.world.training.scenario_of(base)
         job = derived("job", effect.step, base, *(unit.record for unit in units))
         batch = Batch(
             job=job,
@@ -150,12 +150,13 @@ class Trainer(Authority):
             seed=self.config.training.seed + effect.step,
             samples=tuple(samples),
             records=tuple((unit.record, unit.seq) for unit in units),
-            floor=floor,
-            taken=taken,
+            floor=consumed.floor,
+            taken=tuple(sorted(consumed.taken)),
+            scenario=adapter,
         )
         blob: Blob = await blocking(self.store.put, encode_batch(batch))
         return JobDispatched(
-            scenario=self.world.training.scenario_of(base) or self.config.scenario,
+            scenario=adapter or self.config.scenario,
             job=job,
             step=effect.step,
             base=base,

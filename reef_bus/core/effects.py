@@ -72,11 +72,11 @@ class RegisterAdapter(Effect, frozen=True):
 
 class AssembleBatch(Effect, frozen=True):
     """Wait for an eligible batch for a job from one of the `bases`, the first of them that has one; make it durable;
-    ends in `JobDispatched`."""
+    ends in `JobDispatched`. `batches` are those of the latest jobs, by scenario as in `Training`."""
 
     bases: tuple[str, ...]
     step: int
-    last_batch: Blob | None
+    batches: dict[str, Blob]
 
 
 class Train(Effect, frozen=True):

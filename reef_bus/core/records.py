@@ -46,12 +46,22 @@ class Unit(msgspec.Struct, kw_only=True):
         return {span.load_id for span in self.spans} or {self.load_id}
 
 
-class Book(msgspec.Struct):
-    """The answers that are not consumed, by record id, and their groups, by scenario and name; and what is consumed
-    above `floor`."""
+class Consumed(msgspec.Struct, frozen=True):
+    """What is done with of one scenario: up to `floor` its answers are consumed or given up, and `taken` are the
+    sequences above it that are consumed. Of others it says nothing: those may wait as long as they like."""
 
     floor: int = 0
-    taken: set[int] = set()
+    taken: frozenset[int] = frozenset()
+
+
+NOTHING = Consumed()
+
+
+class Book(msgspec.Struct):
+    """The answers that are not consumed, by record id, and their groups, by scenario and name; and what is consumed, by
+    scenario."""
+
+    consumed: dict[str, Consumed] = {}
     units: dict[str, Unit] = {}
     groups: dict[tuple[str, str], list[str]] = {}
 
@@ -60,7 +70,8 @@ def evolve(book: Book, recorded: Recorded) -> None:
     """Apply one event of RECORDS. Answers that are consumed or not made for training leave nothing behind."""
     match recorded.event:
         case InferenceRecorded() as answer:
-            known = recorded.seq <= book.floor or recorded.seq in book.taken or answer.record in book.units
+            done = book.consumed.get(answer.scenario, NOTHING)
+            known = recorded.seq <= done.floor or recorded.seq in done.taken or answer.record in book.units
             if known or answer.temperature != TRAINED_TEMPERATURE:
                 return
             group = answer.tags.get("group") or f"{answer.load_id} {answer.prompt}"
@@ -126,9 +137,10 @@ def retire(book: Book, hopeless: Callable[[str, str], bool]) -> int:
     return len(gone)
 
 
-def consumed(book: Book, units: Iterable[Unit], last: int) -> tuple[int, tuple[int, ...]]:
-    """The next (floor, taken) once `units` are consumed, with RECORDS folded up to `last`."""
+def consumed(book: Book, scenario: str, units: Iterable[Unit], last: int) -> Consumed:
+    """What is consumed of the scenario once its `units` are, with RECORDS folded up to `last`."""
     spent = {unit.seq for unit in units}
-    waiting = [unit.seq for unit in book.units.values() if unit.seq not in spent]
+    waiting = [unit.seq for unit in book.units.values() if unit.scenario == scenario and unit.seq not in spent]
     floor = min(waiting, default=last + 1) - 1
-    return floor, tuple(sorted(seq for seq in book.taken | spent if seq > floor))
+    before = book.consumed.get(scenario, NOTHING)
+    return Consumed(floor, frozenset(seq for seq in before.taken | spent if seq > floor))

@@ -12,13 +12,16 @@ import msgspec
 
 from reef_bus.core.ids import BASE
 from reef_bus.core.publication import Publications, Release
+from reef_bus.core.records import NOTHING, Consumed
 from reef_bus.core.requests import Request
 from reef_bus.core.supervision import Component
 from reef_bus.core.training import Adapter, Candidate, Training
 from reef_bus.errors import ContractError
 from reef_bus.events import Blob, Lora
 
-FORMAT, WITH_ADAPTERS = 1, 2  # whoever reads only the first would take adapters for whole models
+FORMAT, WITH_ADAPTERS, PER_SCENARIO = 1, 2, 3
+"""Whoever reads only the first would take adapters for whole models; whoever reads only the second, what is consumed of
+one scenario for what is consumed of all. It is read, and written no more."""
 
 
 class KnownCandidate(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -61,11 +64,20 @@ class KnownAdapter(msgspec.Struct, frozen=True, kw_only=True):
     head: str
 
 
+class LastBatch(msgspec.Struct, frozen=True, kw_only=True):
+    """A scenario's last batch, and what was consumed of the scenario with it, as `Consumed`: that is for the audit
+    alone."""
+
+    batch: Blob
+    floor: int
+    taken: tuple[int, ...]
+
+
 class Start(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The predecessor's state after its event `seq`, `id`. No boot, job or publication is in it: engines and trainer
-    join anew. `ended` says how candidates ended; `sequence` is the last persisted target's; `floor` and `taken` are
-    those of the last batch, for the audit alone. Other sequences are of the predecessor, and smaller than every one of
-    the log that begins here."""
+    join anew. `ended` says how candidates ended; `sequence` is the last persisted target's. Other sequences are of the
+    predecessor, and smaller than every one of the log that begins here. `last_batches` reads `last_batch`, `floor` and
+    `taken`, which are the whole model's, and in format 2 all adapters'; and `batches`, which are the adapters'."""
 
     format: int
     seq: int
@@ -87,6 +99,16 @@ class Start(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     ended: dict[str, str]
     ended_seq: int
     adapters: tuple[KnownAdapter, ...] = ()
+    batches: dict[str, LastBatch] = {}
+
+
+def last_batches(start: Start) -> dict[str, LastBatch]:
+    """By scenario; empty: the whole model. Before format 3 one batch spoke of all adapters' records at once: of those
+    whose jobs were earlier, and of those that had none, whose answers up to its floor were given up."""
+    if start.last_batch is None:
+        return start.batches
+    last = LastBatch(batch=start.last_batch, floor=start.floor, taken=start.taken)
+    return dict.fromkeys([each.scenario for each in start.adapters] or [""], last)
 
 
 def encode_start(start: Start) -> bytes:
@@ -100,12 +122,17 @@ def decode_start(data: bytes) -> Start:
         found = msgspec.msgpack.decode(data, type=Start)
     except msgspec.DecodeError as error:
         raise ContractError(f"a blob of {len(data)} bytes does not hold the start of a log: {error}") from error
-    if found.format not in (FORMAT, WITH_ADAPTERS):
+    return readable(found)
+
+
+def readable(start: Start) -> Start:
+    """The same. Raises ContractError for a format that this version does not know."""
+    if not FORMAT <= start.format <= PER_SCENARIO:
         raise ContractError(
-            f"the log's start has format {found.format}, this version reads {FORMAT} and {WITH_ADAPTERS}: upgrade this "
+            f"the log's start has format {start.format}, this version reads {FORMAT} to {PER_SCENARIO}: upgrade this "
             "consumer first"
         )
-    return found
+    return start
 
 
 def unrest(
@@ -130,10 +157,9 @@ def compact(
     id_: str,
     training: Training,
     publications: Publications,
-    floor: int = 0,
-    taken: tuple[int, ...] = (),
+    consumed: Mapping[str, Consumed] = {},
 ) -> Start:
-    """The state after event `seq` as a start, `floor` and `taken` being those of the last dispatched batch.
+    """The state after event `seq` as a start; `consumed` is what the last dispatched batches say, by scenario.
 
     An open job is over: its records stay consumed, no candidate comes of it. An open publication is halted: its load id
     is never used again, its candidate is not published.
@@ -143,8 +169,10 @@ def compact(
         ended[publications.open.candidate] = "halted"
     kept = _kept(training, publications, ended)
     head = publications.head
+    batches = {of: _batch(blob, consumed.get(of, NOTHING)) for of, blob in training.batches.items()}
+    whole = batches.pop("", None)
     return Start(
-        format=WITH_ADAPTERS if training.adapters else FORMAT,
+        format=PER_SCENARIO if training.adapters else FORMAT,
         seq=seq,
         id=id_,
         scenario=training.scenario,
@@ -152,9 +180,9 @@ def compact(
         registered=training.registered,
         closed=seq if training.job else training.closed,
         dispatched=training.dispatched,
-        last_batch=training.last_batch,
-        floor=floor,
-        taken=taken,
+        last_batch=whole.batch if whole else None,
+        floor=whole.floor if whole else 0,
+        taken=whole.taken if whole else (),
         base=training.base,
         candidates=tuple(_candidate(found) for found in training.candidates.values() if found.id in kept),
         selected=tuple(id_ for id_ in training.selected if id_ in kept),
@@ -164,7 +192,12 @@ def compact(
         ended={id_: how for id_, how in ended.items() if id_ in kept},
         ended_seq=seq if publications.open else publications.ended_seq,
         adapters=tuple(_adapter(found, publications) for found in training.adapters.values()),
+        batches=batches,
     )
+
+
+def _batch(blob: Blob, consumed: Consumed) -> LastBatch:
+    return LastBatch(batch=blob, floor=consumed.floor, taken=tuple(sorted(consumed.taken)))
 
 
 def _kept(training: Training, publications: Publications, ended: dict[str, str]) -> set[str]:
@@ -224,7 +257,8 @@ def _release(found: Release) -> KnownRelease:
 def begin(training: Training, publications: Publications, start: Start) -> None:
     """Fill the state of a log that holds nothing yet."""
     training.scenario, training.model, training.registered = start.scenario, start.model, start.registered
-    training.closed, training.dispatched, training.last_batch = start.closed, start.dispatched, start.last_batch
+    training.closed, training.dispatched = start.closed, start.dispatched
+    training.batches = {scenario: last.batch for scenario, last in last_batches(start).items()}
     training.base, training.selected = start.base, list(start.selected)
     for candidate in start.candidates:
         training.candidates[candidate.id] = Candidate(**msgspec.structs.asdict(candidate))

@@ -103,7 +103,8 @@ class Sender(msgspec.Struct, kw_only=True):
 
 class Training(msgspec.Struct):
     """Everything that the `train` family says. `scenario` and `base` are the whole model's; with `adapters` that is
-    trained no more."""
+    trained no more. `batches` are those of the latest jobs, by the scenario whose adapter they train; empty: the whole
+    model."""
 
     boot: str = ""
     joined: int = 0
@@ -116,7 +117,7 @@ class Training(msgspec.Struct):
     job: Job | None = None
     closed: int = 0
     dispatched: int = 0
-    last_batch: Blob | None = None
+    batches: dict[str, Blob] = {}
     base: str = BASE
     adapters: dict[str, Adapter] = {}
     candidates: dict[str, Candidate] = {}
@@ -184,7 +185,7 @@ def _dispatch(training: Training, recorded: Recorded, event: JobDispatched) -> N
         batch=event.batch,
         seq=recorded.seq,
     )
-    training.last_batch = event.batch
+    training.batches[event.scenario if event.scenario in training.adapters else ""] = event.batch
     training.dispatched += 1
     if adapter := training.adapters.get(event.scenario):
         adapter.dispatched = recorded.seq

@@ -166,7 +166,7 @@ def test_a_restored_log_ends_what_was_open(seed: int) -> None:
         opened = msgspec.structs.replace(recorded, seq=world.seq + 1, id="opened", prev=0, event=event, subject="s")
         assert fold(again, opened) == ""
         assert (again.training.job, again.publications.open, again.tails["deployment"].open) == (None, None, "")
-        assert again.training.last_batch == world.training.last_batch
+        assert again.training.batches == world.training.batches
         waiting = [c for c in again.training.selected if c not in again.publications.ended]
         assert again.queue == waiting
         if world.publications.open:

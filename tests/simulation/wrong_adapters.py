@@ -98,6 +98,19 @@ ADAPTERS = (
         under(Shape(adapters=TWO, jobs=4)),
     ),
     Breakage(
+        "one-floor-for-all",
+        "a restart takes what is consumed of one scenario for what is consumed of another",
+        (
+            Edit(
+                "consumers.reef_trainer.book:RecordBook._take_up",
+                "self.book.consumed[scenario] = Consumed(batch.floor, frozenset(batch.taken))",
+                "done = Consumed(batch.floor, frozenset(batch.taken))\n"
+                "    self.book.consumed = dict.fromkeys(self.scenarios, done)",
+            ),
+        ),
+        under(Shape(adapters=TWO, jobs=6, eager=True), crash=1.5),
+    ),
+    Breakage(
         "one-head-for-all",
         "the target of an adapter follows the base model, and not its scenario's head",
         (

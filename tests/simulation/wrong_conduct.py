@@ -67,19 +67,19 @@ CONDUCT = (
     Breakage(
         "taken-forgotten",
         "which records are consumed above the floor is forgotten by a restart",
-        (Edit(BOOK + "_begin", "set(last.taken) if last else set()", "set()"),),
+        (Edit(BOOK + "_take_up", "frozenset(batch.taken)", "frozenset()"),),
         under(Shape(eager=True, jobs=4), crash=1.5),
     ),
     Breakage(
         "floor-forgotten",
         "below which record all are consumed is forgotten by a restart",
-        (Edit(BOOK + "_begin", "last.floor if last else 0", "0"),),
+        (Edit(BOOK + "_take_up", "batch.floor", "0"),),
         under(Shape(eager=True, jobs=4), crash=1.5),
     ),
     Breakage(
         "batch-not-spent",
         "the records of the last batch stay in the book",
-        (Edit(BOOK + "_begin", "if last:", "if False:"),),
+        (Edit(BOOK + "_take_up", "if unit.record in spent", "if False"),),
     ),
     Breakage(
         "ack-is-success",

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from reef_bus.core import reactions
 from reef_bus.core.effects import Append, AssembleBatch, Debt, LoadAdapter, Me, Policy, RegisterAdapter, UnloadAdapter
 from reef_bus.core.serving import Version, version
-from reef_bus.core.start import WITH_ADAPTERS, compact, decode_start, encode_start, unrest, why_not
+from reef_bus.core.start import PER_SCENARIO, compact, decode_start, encode_start, unrest, why_not
 from reef_bus.core.world import World, fold
 from reef_bus.events import (
     AdapterUnloaded,
@@ -191,7 +191,7 @@ def test_a_log_that_goes_on_has_every_scenarios_head_and_chain_and_its_engines_h
     before = given(*history).then()
     assert unrest(before.training, before.publications, before.requests, before.components) == ""
     start = decode_start(encode_start(start_of_log(*history)))
-    assert start.format == WITH_ADAPTERS and why_not(start) == ""
+    assert start.format == PER_SCENARIO and why_not(start) == ""
     after = World(start=start)
     for recorded in continued(start, first(start), joined_with("e0")):
         assert fold(after, recorded) == ""

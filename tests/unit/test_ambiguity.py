@@ -155,9 +155,9 @@ def test_a_discard_ends_the_job_and_its_records_stay_consumed() -> None:
     event = fact(trainer_debts(given(*AMBIGUOUS, discard_asked("j")).world, "t2"))
     assert event == JobDiscarded(scenario=S, job="j", request=ASKED)
     world = given(*AMBIGUOUS, discard_asked("j")).when(event).then(counts, serving("e0", "e1"))
-    assert (world.training.job, world.training.dispatched, world.training.last_batch) == (None, 1, blob("batch-j"))
+    assert (world.training.job, world.training.dispatched, world.training.batches) == (None, 1, {"": blob("batch-j")})
     batch = only(trainer_debts(world, "t2"))
-    assert isinstance(batch, AssembleBatch) and batch.last_batch == blob("batch-j")
+    assert isinstance(batch, AssembleBatch) and batch.batches == {"": blob("batch-j")}
 
 
 def test_a_restore_trains_the_stored_batch_again_from_the_stored_base() -> None:

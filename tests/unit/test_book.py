@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import sys
 import threading
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +22,21 @@ from consumers.reef_trainer.torch_backend import TorchTrainer
 from reef_bus.artifacts import ArtifactStore
 from reef_bus.backends import Piece, Pieces, Sample, TrainingBackend
 from reef_bus.config import Adapters, Config, Training
-from reef_bus.core.effects import Debt, Me, Train
+from reef_bus.core.effects import AssembleBatch, Debt, Me, Train
+from reef_bus.core.records import Consumed
 from reef_bus.core.training import Candidate
 from reef_bus.core.world import World
 from reef_bus.errors import ContractError
-from reef_bus.events import CandidateReady, Draft, InferenceRecorded, JobDropped, Recorded, RecordEvent
+from reef_bus.events import (
+    Blob,
+    CandidateReady,
+    Draft,
+    InferenceRecorded,
+    JobDispatched,
+    JobDropped,
+    Recorded,
+    RecordEvent,
+)
 from reef_bus.journal import MemoryJournal, MemoryStreams
 from reef_bus.samples import Batch, TokenRow, encode_batch, encode_rows
 from tests.facts import (
@@ -93,21 +103,45 @@ def world(*history: Step) -> World:
     return given(*history).world
 
 
-async def batch(found: RecordBook, base: str = "base", last: Batch | None = None) -> Batch:
+Last = Batch | Mapping[str, Batch] | None
+"""The whole model's last batch, or each scenario's."""
+
+
+def dispatched_before(found: RecordBook, last: Last) -> dict[str, Blob]:
+    by_scenario = {"": last} if isinstance(last, Batch) else last or {}
+    return {scenario: found.store.put(encode_batch(each)) for scenario, each in by_scenario.items()}
+
+
+async def batch(found: RecordBook, base: str = "base", last: Last = None) -> Batch:
     async with asyncio.timeout(2):
-        _, units, samples, floor, taken = await found.batch([base], last)
-    records = tuple((unit.record, unit.seq) for unit in units)
-    return Batch(job="j", step=1, base=base, seed=0, samples=tuple(samples), records=records, floor=floor, taken=taken)
+        _, units, samples, done = await found.batch([base], dispatched_before(found, last))
+    return made(base, [(unit.record, unit.seq) for unit in units], done.floor, tuple(sorted(done.taken)), samples)
+
+
+def made(
+    base: str, records: Sequence[tuple[str, int]], floor: int, taken: tuple[int, ...], samples: Sequence[Sample] = ()
+) -> Batch:
+    return Batch(
+        job="j",
+        step=1,
+        base=base,
+        seed=0,
+        samples=tuple(samples),
+        records=tuple(records),
+        floor=floor,
+        taken=taken,
+    )
 
 
 def names(found: Batch) -> list[str]:
     return [record for record, _ in found.records]
 
 
-async def nothing(found: RecordBook, base: str, last: Batch | None = None) -> bool:
+async def nothing(found: RecordBook, base: str, last: Last = None) -> bool:
+    dispatched = dispatched_before(found, last)
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(0.05):
-            await found.batch([base], last)
+            await found.batch([base], dispatched)
             return False
     return True
 
@@ -127,8 +161,9 @@ async def test_a_batch_is_of_one_scenario_and_of_the_first_in_turn_that_has_one(
     await shelf.put(scored("a", "b", "c"))
     async with shelf.boot(world(*FROZEN)) as found:
         async with asyncio.timeout(2):
-            base, units, _, floor, taken = await found.batch([NO_LORA[MATH], NO_LORA[CODE]], None)
-        assert (base, [unit.record for unit in units], floor, taken) == (NO_LORA[CODE], ["b", "c"], 0, (3, 4))
+            base, units, _, done = await found.batch([NO_LORA[MATH], NO_LORA[CODE]], {})
+        assert (base, [unit.record for unit in units]) == (NO_LORA[CODE], ["b", "c"])
+        assert done == Consumed(4), "d, at 5, waits; what waits of math is none of its business"
         assert await nothing(found, NO_LORA[MATH])
         await shelf.put(scored("m"))
         assert names(await batch(found, NO_LORA[MATH])) == ["a", "m"]
@@ -144,13 +179,93 @@ async def test_answers_of_one_scenario_grow_stale_by_its_own_releases(shelf: She
         assert await nothing(found, "m2") and {unit.record for unit in found.book.units.values()} == {"c", "d"}
 
 
-async def test_what_a_frozen_base_model_answered_holds_nothing_back(shelf: Shelf) -> None:
-    """Nobody ever trains on it: it must not stay, nor keep what was consumed after it from being counted as one."""
+async def test_what_a_frozen_base_model_answered_does_not_stay(shelf: Shelf) -> None:
+    """Nobody ever trains on it."""
     await shelf.put(answer("base", "inc:0", "g"), *(of_scenario(MATH, record) for record in "ab"))
     await shelf.put(scored("base", "a", "b"))
     async with shelf.boot(world(*FROZEN)) as found:
         first = await batch(found, NO_LORA[MATH])
         assert (names(first), first.floor, first.taken, found.book.units.keys()) == (["a", "b"], 4, (), {"a", "b"})
+
+
+# -- what is consumed, by scenario
+
+
+async def test_who_waits_for_a_report_for_ever_makes_no_batch_of_another_scenario_longer(shelf: Shelf) -> None:
+    """Code's first answer is at 1; a job of math takes two answers and their report, of three sequences."""
+    await shelf.put(of_scenario(CODE, "w"))
+    last: dict[str, Batch] = {}
+    async with shelf.boot(world(*FROZEN)) as found:
+        for job in range(1, 9):
+            await shelf.put(of_scenario(MATH, f"a{job}"), of_scenario(MATH, f"b{job}"), scored(f"a{job}", f"b{job}"))
+            last[MATH] = await batch(found, NO_LORA[MATH], last)
+            assert names(last[MATH]) == [f"a{job}", f"b{job}"]
+            assert (last[MATH].floor, last[MATH].taken) == (1 + 3 * job, ())
+
+
+async def test_a_restart_finds_of_each_scenario_what_its_own_last_batch_left(shelf: Shelf) -> None:
+    """Math is far ahead, code has left its first answer out; and it may be that code had no job at all."""
+    await shelf.put(of_scenario(CODE, "w"), *(of_scenario(CODE, record) for record in "ab"), scored("a", "b"))
+    await shelf.put(*(of_scenario(MATH, record) for record in "mn"), scored("m", "n"))
+    async with shelf.boot(world(*FROZEN)) as found:
+        code = await batch(found, NO_LORA[CODE])
+        math = await batch(found, NO_LORA[MATH], {CODE: code})
+    assert (names(code), code.floor, code.taken) == (["a", "b"], 0, (2, 3))
+    assert (names(math), math.floor, math.taken) == (["m", "n"], 7, ())
+    async with shelf.boot(world(*FROZEN)) as found:
+        last = {CODE: code, MATH: math}
+        assert await nothing(found, NO_LORA[MATH], last) and await nothing(found, NO_LORA[CODE], last)
+        await shelf.put(of_scenario(CODE, "x"), scored("w", "x"))
+        assert names(await batch(found, NO_LORA[CODE], last)) == ["w", "x"]
+    async with shelf.boot(world(*FROZEN)) as found:
+        assert names(await batch(found, NO_LORA[CODE], {MATH: math})) == ["w", "a"]
+
+
+async def test_batches_that_spoke_of_all_scenarios_at_once_are_true_of_their_own(shelf: Shelf) -> None:
+    """As they were written before each spoke of its own alone: w at 1 held both back, and the second names what the
+    first had consumed. With the next batch, what is not of its scenario is gone from it."""
+    await shelf.put(of_scenario(CODE, "w"), *(of_scenario(CODE, record) for record in "ab"), scored("a", "b"))
+    await shelf.put(*(of_scenario(MATH, record) for record in "mn"), scored("m", "n"))
+    last = {
+        CODE: made(NO_LORA[CODE], [("a", 2), ("b", 3)], 0, (2, 3)),
+        MATH: made(NO_LORA[MATH], [("m", 5), ("n", 6)], 0, (2, 3, 5, 6)),
+    }
+    async with shelf.boot(world(*FROZEN)) as found:
+        assert await nothing(found, NO_LORA[MATH], last) and await nothing(found, NO_LORA[CODE], last)
+        await shelf.put(*(of_scenario(MATH, record) for record in "op"), of_scenario(CODE, "x"))
+        await shelf.put(scored("o", "p", "w", "x"))
+        math = await batch(found, NO_LORA[MATH], last)
+        assert (names(math), math.floor, math.taken) == (["o", "p"], 11, ())
+        code = await batch(found, NO_LORA[CODE], {**last, MATH: math})
+        assert (names(code), code.floor, code.taken) == (["w", "x"], 11, ())
+
+
+async def test_one_batch_that_spoke_of_all_scenarios_is_true_of_each(shelf: Shelf) -> None:
+    """As a log begins that goes on from one that carried nothing else: w at 1 waited, all else was consumed."""
+    await shelf.put(of_scenario(CODE, "w"), *(of_scenario(CODE, record) for record in "ab"), scored("a", "b"))
+    await shelf.put(*(of_scenario(MATH, record) for record in "mn"), scored("m", "n"))
+    one = made(NO_LORA[MATH], [("m", 5), ("n", 6)], 0, (2, 3, 5, 6))
+    async with shelf.boot(world(*FROZEN)) as found:
+        last = {CODE: one, MATH: one}
+        assert await nothing(found, NO_LORA[MATH], last) and await nothing(found, NO_LORA[CODE], last)
+        await shelf.put(of_scenario(CODE, "x"), scored("w", "x"))
+        assert names(await batch(found, NO_LORA[CODE], last)) == ["w", "x"]
+
+
+async def test_a_batch_says_whose_records_it_speaks_of_and_that_of_a_whole_model_is_spelled_as_ever(
+    shelf: Shelf,
+) -> None:
+    """Who reads only batches that speak of all, must not take one for such: it cannot read it."""
+    await shelf.exchange("a", "b")
+    await shelf.put(*(of_scenario(MATH, record) for record in "mn"), scored("m", "n"))
+    for history, base, scenario in ((SERVING, "base", None), (FROZEN, NO_LORA[MATH], MATH)):
+        async with shelf.boot(world(*history)) as found:
+            role = trainer(shelf, found)
+            role.world = found.world
+            said = await role.assemble(AssembleBatch((base,), 1, {}))
+        assert isinstance(said, JobDispatched) and said.scenario == (scenario or "digit")
+        stored = msgspec.msgpack.decode(shelf.store.get(said.batch.digest))
+        assert stored.get("scenario") == scenario and stored["taken"] == []
 
 
 def of_scenario(scenario: str, record: str) -> InferenceRecorded:
@@ -261,8 +376,9 @@ class Numbers(TrainingBackend):
         return bytes([state])
 
 
-def trainer(shelf: Shelf) -> Trainer:
-    return Trainer(CONFIG, Me("trainer", "t1"), Numbers(), shelf.store, RecordBook(CONFIG, shelf.journal, shelf.store))
+def trainer(shelf: Shelf, book: RecordBook | None = None) -> Trainer:
+    book = book or RecordBook(CONFIG, shelf.journal, shelf.store)
+    return Trainer(CONFIG, Me("trainer", "t1"), Numbers(), shelf.store, book)
 
 
 def training(shelf: Shelf, *samples: Sample) -> Train:

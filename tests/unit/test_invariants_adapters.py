@@ -6,13 +6,15 @@ Knows: two scenarios over one base, an alias, a late joiner, a leak, rollbacks. 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
 
 from reef_bus.cli_audit import _audit_lines
 from reef_bus.core.invariants import Rewards, check
-from reef_bus.core.start import compact
+from reef_bus.core.records import Consumed
+from reef_bus.core.start import WITH_ADAPTERS, compact
 from reef_bus.events import EngineStaged, Evidence, Lora, Member, Span
 from tests.facts import (
     CODE,
@@ -339,3 +341,43 @@ def test_a_log_that_goes_on_from_one_of_adapters_is_audited_from_its_heads() -> 
     assert found.violations == () and found.finals[MATH].load_id == L(7)
     play.edit_record(1, load_id=L(5))
     assert {violation.invariant for violation in check(play.log, play.records, {}, start).violations} == {1, 2}
+
+
+EACH = {MATH: Consumed(16), CODE: Consumed(0, frozenset({9}))}
+"""Math's answers are at 1, 3, 5, 7, code's at 9, 11, 13, 15: of math all is done with, of code the first is."""
+ALL = {"format": WITH_ADAPTERS, "last_batch": blob("batch-job-c1"), "floor": 8, "taken": (9,), "batches": {}}
+"""The same in one number for all scenarios, as it was said before."""
+
+
+@pytest.mark.parametrize("said", [{}, ALL], ids=["of each scenario", "of all at once"])
+@pytest.mark.parametrize(
+    ("scenario", "base", "records", "again"),
+    [
+        (CODE, "c1", ["r11", "r13"], []),
+        (CODE, "c1", ["r9", "r11"], [9]),
+        (MATH, "m1", ["r3"], [3]),
+        (MATH, "m1", ["r7"], [7]),
+    ],
+)
+def test_what_the_predecessor_had_consumed_of_a_scenario_is_not_consumed_again(
+    said: dict[str, Any], scenario: str, base: str, records: list[str], again: list[int]
+) -> None:
+    before = given(*FROZEN, *adapter_trained(MATH, "m1"), *adapter_trained(CODE, "c1")).world
+    start = replace(compact(before.seq, before.last_id, before.training, before.publications, EACH), **said)
+    opening = replace(opened(), predecessor="LOG", predecessor_seq=start.seq, predecessor_id=start.id, start=blob("s"))
+    play = AdapterPlay(opening, trainer_joined())
+    play.asked(MATH, 0, E0)
+    play.asked(CODE, 0, E0)
+    play.teach(scenario, "x", base, 3, records)
+    play.log[:] = [replace(r, seq=start.seq + r.seq, prev=start.seq + r.prev if r.prev else 0) for r in play.log]
+    found = check(play.log, play.records, play.batches, start).violations
+    assert [violation.records for violation in found] == [(at,) for at in again]
+    assert all("before this log began, had consumed or given up" in violation.text for violation in found)
+
+
+def test_a_batch_that_speaks_of_another_scenario_than_its_job_is_found() -> None:
+    play = clean()
+    digest_of = blob("batch-job-c1").digest
+    for scenario, found in ((CODE, set()), (MATH, {6})):
+        play.batches[digest_of] = replace(play.batches[digest_of], scenario=scenario)
+        assert by_name(play.audit()).keys() == found

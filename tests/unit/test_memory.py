@@ -267,7 +267,7 @@ def test_the_next_attempt_waits_for_a_boot_that_joined_meanwhile() -> None:
 def test_jobs_and_publications_take_turns() -> None:
     assert trains(*SELECTED) == [] and not any(isinstance(each, AssembleBatch) for each in trains(*TARGETED))
     done = (*VERIFIED, committed(1, "c1", E0, E1))
-    assert trains(*done) == [AssembleBatch(("c1",), 2, given(*done).world.training.last_batch)]
+    assert trains(*done) == [AssembleBatch(("c1",), 2, given(*done).world.training.batches)]
     assert trains(*SERVING, rollback_asked(0, 0)) == []
     assert any(isinstance(debt.effect, AssembleBatch) for debt in trainer_debts(given(*SELECTED).world))
 

@@ -173,7 +173,7 @@ async def test_row_22_35_69_after_a_restart_of_everything_engines_come_back_alon
 def test_row_22_69_after_a_restart_of_everything_the_trainer_waits_for_records_and_for_no_engine() -> None:
     """Its next job starts from the release that was recovered, not from the base model, and is the second one."""
     found = given(*RELEASED, by("t2", trainer_joined())).world
-    assert only(trainer_debts(found, "t2")) == AssembleBatch(("c1",), 2, found.training.last_batch)
+    assert only(trainer_debts(found, "t2")) == AssembleBatch(("c1",), 2, found.training.batches)
 
 
 async def test_row_35_nothing_is_asked_of_an_engine_that_came_back_until_it_holds_the_recovered_version() -> None:

@@ -70,8 +70,8 @@ def test_the_first_boot_registers_the_base_model_and_no_later_one_does() -> None
 
 
 def test_row_1_no_job_is_open_so_a_batch_is_owed() -> None:
-    assert jobs(*REGISTERED) == AssembleBatch(("base",), 1, None)
-    assert jobs(*REGISTERED, *trained("c1")) == AssembleBatch(("c1",), 2, blob("batch-job-c1"))
+    assert jobs(*REGISTERED) == AssembleBatch(("base",), 1, {})
+    assert jobs(*REGISTERED, *trained("c1")) == AssembleBatch(("c1",), 2, {"": blob("batch-job-c1")})
 
 
 def test_row_2_the_start_is_a_fact_before_the_first_step() -> None:
@@ -95,9 +95,9 @@ def test_row_3_the_candidate_is_evaluated_and_then_decided() -> None:
 
 def test_row_4_after_the_decision_the_next_batch_is_owed() -> None:
     begun = (*REGISTERED, dispatched("j"), started("j"), ready("j", "c1"), evaluated("c1"))
-    assert jobs(*begun, selected("c1")) == AssembleBatch(("c1",), 2, blob("batch-j"))
-    assert jobs(*begun, rejected("c1")) == AssembleBatch(("base",), 2, blob("batch-j"))
-    assert jobs(*REGISTERED, dispatched("j"), dropped("j")) == AssembleBatch(("base",), 2, blob("batch-j"))
+    assert jobs(*begun, selected("c1")) == AssembleBatch(("c1",), 2, {"": blob("batch-j")})
+    assert jobs(*begun, rejected("c1")) == AssembleBatch(("base",), 2, {"": blob("batch-j")})
+    assert jobs(*REGISTERED, dispatched("j"), dropped("j")) == AssembleBatch(("base",), 2, {"": blob("batch-j")})
 
 
 # -- section 8: the trainer stops
@@ -126,7 +126,7 @@ def test_stopped_after_3_evaluate_decide_and_never_train_again(done: int) -> Non
 
 def test_stopped_between_jobs_a_new_boot_goes_on_from_the_same_base() -> None:
     assert jobs(*REGISTERED, *trained("c1"), by("t2", trainer_joined()), boot="t2") == AssembleBatch(
-        ("c1",), 2, blob("batch-job-c1")
+        ("c1",), 2, {"": blob("batch-job-c1")}
     )
 
 
@@ -166,7 +166,7 @@ def test_whichever_trainer_boot_lives_offers() -> None:
 
 
 def test_overlap_a_job_may_start_from_n_while_n_publishes() -> None:
-    assert jobs(*TARGETED) == AssembleBatch(("c1",), 2, blob("batch-job-c1"))
+    assert jobs(*TARGETED) == AssembleBatch(("c1",), 2, {"": blob("batch-job-c1")})
 
 
 def test_the_wait_for_a_batch_survives_what_happens_beside_it() -> None:
@@ -185,12 +185,12 @@ def test_a_base_that_cannot_reach_the_head_owes_a_restore_first(end: Step) -> No
     """Base chain: it owes TrainerRestored{head} before its next dispatch."""
     history = (*SERVING, *trained("c1")) if end == refused("c1") else TARGETED
     assert jobs(*history, end) == Append(restored("base", 0))
-    assert jobs(*history, end, restored("base", 0)) == AssembleBatch(("base",), 2, blob("batch-job-c1"))
+    assert jobs(*history, end, restored("base", 0)) == AssembleBatch(("base",), 2, {"": blob("batch-job-c1")})
 
 
 def test_a_rejection_leaves_the_base_where_it_was() -> None:
     history = (*REGISTERED, *trained("c1"), dispatched("j2", "c1", 2), started("j2"), ready("j2", "c2", "c1"))
-    assert jobs(*history, evaluated("c2"), rejected("c2")) == AssembleBatch(("c1",), 3, blob("batch-j2"))
+    assert jobs(*history, evaluated("c2"), rejected("c2")) == AssembleBatch(("c1",), 3, {"": blob("batch-j2")})
 
 
 def test_a_restore_that_names_an_older_head_pays_nothing() -> None:
@@ -201,7 +201,7 @@ def test_a_restore_that_names_an_older_head_pays_nothing() -> None:
     )
     assert jobs(*lost) == Append(restored("c1", 1))
     assert jobs(*lost, restored("base", 0)) == Append(restored("c1", 1))
-    assert jobs(*lost, restored("c1", 1)) == AssembleBatch(("c1",), 3, blob("batch-job-c2"))
+    assert jobs(*lost, restored("c1", 1)) == AssembleBatch(("c1",), 3, {"": blob("batch-job-c2")})
 
 
 def test_a_halt_takes_the_candidates_on_top_with_it() -> None:
@@ -214,7 +214,7 @@ def test_history_a_commit_of_n_while_n_plus_1_is_selected_moves_no_base() -> Non
     """A commit moves the incumbent only if its base can no longer reach the head."""
     members = (fenced("e0", 1), fenced("e1", 1), offered(1, "c1"), verified("e0", 1, "c1"), verified("e1", 1, "c1"))
     history = (*TARGETED, *trained("c2", "c1", 2), *members, committed(1, "c1", E0, E1))
-    assert jobs(*history) == AssembleBatch(("c2",), 3, blob("batch-job-c2"))
+    assert jobs(*history) == AssembleBatch(("c2",), 3, {"": blob("batch-job-c2")})
 
 
 def test_history_a_refusal_under_overlap() -> None:

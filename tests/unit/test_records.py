@@ -8,8 +8,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
-from reef_bus.core.records import Book, choose, consumed, evolve, remove, retire
+from reef_bus.core.records import NOTHING, Book, Consumed, choose, consumed, evolve, remove, retire
 from reef_bus.events import Blob, InferenceRecorded, Recorded, RecordEvent, ReportReceived
 
 
@@ -53,8 +54,8 @@ def stored(*events: RecordEvent) -> list[Recorded]:
     ]
 
 
-def book(*events: RecordEvent, floor: int = 0, taken: set[int] | None = None) -> Book:
-    found = Book(floor=floor, taken=taken or set())
+def book(*events: RecordEvent, done: Consumed = NOTHING) -> Book:
+    found = Book(consumed={"digit": done})
     for recorded in stored(*events):
         evolve(found, recorded)
     return found
@@ -152,22 +153,44 @@ def test_the_floor_is_below_the_first_that_waits_and_what_is_consumed_above_it_i
     taken: str, floor: int, above: tuple[int, ...]
 ) -> None:
     found = book(*HISTORY)
-    assert consumed(found, [found.units[record] for record in taken], 8) == (floor, above)
+    done = consumed(found, "digit", [found.units[record] for record in taken], 8)
+    assert (done.floor, done.taken) == (floor, set(above))
 
 
 @pytest.mark.parametrize("taken", ["ab", "bc", "bd", "acd", "abcd", "c"])
 def test_a_restart_finds_exactly_what_was_left(taken: str) -> None:
     found = book(*HISTORY)
     units = [found.units[record] for record in taken]
-    floor, above = consumed(found, units, 8)
-    again = Book(floor=floor, taken=set(above))
-    for recorded in stored(*HISTORY)[floor:]:
+    done = consumed(found, "digit", units, 8)
+    again = Book(consumed={"digit": done})
+    for recorded in stored(*HISTORY)[done.floor :]:
         evolve(again, recorded)
     remove(found, units)
     assert again.units == found.units and again.groups == found.groups
 
 
 def test_what_was_consumed_before_stays_consumed_after_the_next_batch() -> None:
-    found = book(*HISTORY, floor=0, taken={2, 3})
+    found = book(*HISTORY, done=Consumed(0, frozenset({2, 3})))
     assert set(found.units) == {"a", "d"}
-    assert consumed(found, [found.units["d"]], 8) == (0, (2, 3, 6))
+    assert consumed(found, "digit", [found.units["d"]], 8) == Consumed(0, frozenset({2, 3, 6}))
+
+
+def of(scenario: str, record: str) -> InferenceRecorded:
+    return replace(answer(record, group=scenario), scenario=scenario)
+
+
+TWO = (of("code", "w"), of("math", "a"), of("math", "b"), of("code", "x"), scored("a", "b", "x"))
+"""w, a, b, x at 1 to 4; nobody reports on w."""
+
+
+def test_what_waits_of_one_scenario_holds_back_no_other() -> None:
+    found = book(*TWO)
+    assert consumed(found, "math", [found.units["a"], found.units["b"]], 5) == Consumed(5)
+    assert consumed(found, "code", [found.units["x"]], 5) == Consumed(0, frozenset({4}))
+
+
+def test_what_is_consumed_of_one_scenario_is_not_consumed_of_another() -> None:
+    found = Book(consumed={"math": Consumed(5), "code": Consumed(0, frozenset({4}))})
+    for recorded in stored(*TWO):
+        evolve(found, recorded)
+    assert set(found.units) == {"w"}

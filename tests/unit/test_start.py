@@ -6,6 +6,7 @@ matters is lost (tests/property/test_roll.py).
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
@@ -13,23 +14,35 @@ import pytest
 
 from reef_bus.artifacts import ArtifactStore
 from reef_bus.audit import History, read_export, write_export
+from reef_bus.backup import named
 from reef_bus.core.invariants import Audit, check
-from reef_bus.core.start import FORMAT, Start, compact, decode_start, encode_start, unrest
+from reef_bus.core.records import Consumed
+from reef_bus.core.start import FORMAT, PER_SCENARIO, LastBatch, Start, compact, decode_start, encode_start, unrest
 from reef_bus.core.world import World, fold
 from reef_bus.errors import ContractError
 from reef_bus.events import Blob, LogOpened, Recorded
 from reef_bus.journal import MemoryJournal, MemoryStreams
 from reef_bus.origin import blobs_in, nowhere, start_of
+from reef_bus.roll import start_after
 from reef_bus.runner import Runner
+from reef_bus.samples import Batch, encode_batch
 from tests.facts import (
+    CODE,
     E0,
     E1,
+    FROZEN,
+    MATH,
+    NO_LORA,
     REGISTERED,
     SERVING,
     S,
+    adapter_trained,
+    blob,
     dispatched,
+    dropped,
     holds,
     joined,
+    of,
     opened,
     registered,
     rejected,
@@ -54,9 +67,9 @@ def told(*steps: Step) -> tuple[World, Scribe]:
     return world, scribe
 
 
-def start_of_log(*steps: Step, floor: int = 0, taken: tuple[int, ...] = ()) -> Start:
+def start_of_log(*steps: Step, consumed: Mapping[str, Consumed] = {}) -> Start:
     world, _ = told(*steps)
-    return compact(world.seq, world.last_id, world.training, world.publications, floor, taken)
+    return compact(world.seq, world.last_id, world.training, world.publications, consumed)
 
 
 def first(origin: Start, incarnation: str = "inc", **other: object) -> LogOpened:
@@ -94,12 +107,48 @@ def test_a_start_is_the_state_without_boots() -> None:
 
 
 def test_a_start_comes_back_from_its_bytes_and_other_bytes_do_not_pass_for_one() -> None:
-    start = start_of_log(*RELEASED, floor=4, taken=(6, 9))
+    start = start_of_log(*RELEASED, consumed={"": Consumed(4, frozenset({9, 6}))})
     assert decode_start(encode_start(start)) == start and start.format == FORMAT
+    assert (start.floor, start.taken, start.batches) == (4, (6, 9), {})
     with pytest.raises(ContractError, match="does not hold the start of a log"):
         decode_start(b"\x81\xa1a\x01")
-    with pytest.raises(ContractError, match="format 3, this version reads 1 and 2: upgrade"):
-        decode_start(encode_start(msgspec.structs.replace(start, format=3)))
+    with pytest.raises(ContractError, match="format 4, this version reads 1 to 3: upgrade"):
+        decode_start(encode_start(msgspec.structs.replace(start, format=4)))
+
+
+def test_a_start_with_adapters_says_of_each_scenario_what_its_last_batch_left() -> None:
+    twice = (*adapter_trained(MATH, "m1"), *adapter_trained(CODE, "c1"), *adapter_trained(MATH, "m2", "m1", 2))
+    consumed = {MATH: Consumed(8), CODE: Consumed(2, frozenset({7, 5}))}
+    start = start_of_log(*FROZEN, *twice, consumed=consumed)
+    assert decode_start(encode_start(start)) == start and start.format == PER_SCENARIO
+    assert start.batches == {
+        MATH: LastBatch(batch=blob("batch-job-m2"), floor=8, taken=()),
+        CODE: LastBatch(batch=blob("batch-job-c1"), floor=2, taken=(5, 7)),
+    }
+    assert (start.last_batch, start.floor, start.taken) == (None, 0, ())
+    world = World(start=start)
+    assert fold(world, continued(start, first(start))[0]) == ""
+    assert world.training.batches == {MATH: blob("batch-job-m2"), CODE: blob("batch-job-c1")}
+
+
+def test_a_roll_reads_the_last_batch_of_each_scenario_and_a_backup_keeps_them(tmp_path: Path) -> None:
+    store, batches = ArtifactStore(tmp_path), dict[str, Blob]()
+    steps: list[Step] = []
+    for scenario, floor, taken in ((MATH, 8, ()), (CODE, 2, (5, 7))):
+        batch = Batch(job="j", step=1, base="b", seed=0, samples=(), records=(), floor=floor, taken=taken)
+        batches[scenario] = store.put(encode_batch(batch))
+        job = msgspec.structs.replace(dispatched("j", NO_LORA[scenario]), batch=batches[scenario])
+        steps += of(scenario, job, dropped("j"))
+    start = start_after(told(*FROZEN, *steps)[0], store)
+    found = {scenario: (each.floor, each.taken) for scenario, each in start.batches.items()}
+    assert found == {MATH: (8, ()), CODE: (2, (5, 7))}
+    assert {blob.digest for blob in batches.values()} <= named(History((), (), None, start))
+
+
+def test_a_scenario_without_a_job_is_in_no_start() -> None:
+    start = start_of_log(*FROZEN, *adapter_trained(MATH, "m1"), consumed={MATH: Consumed(8)})
+    assert start.batches.keys() == {MATH}
+    assert start_of_log(*FROZEN).batches == {}
 
 
 def test_what_was_rejected_is_not_carried_on_and_what_waits_is() -> None:
@@ -190,15 +239,15 @@ def test_a_start_that_does_not_fit_halts_whoever_reads_it() -> None:
 
 def test_a_start_is_fetched_by_its_digest_and_missed_by_name(tmp_path: Path) -> None:
     start, store = start_of_log(*RELEASED), ArtifactStore(tmp_path)
-    blob = store.put(encode_start(start))
-    recorded = continued(start, first(start, start=blob))[0]
+    stored = store.put(encode_start(start))
+    recorded = continued(start, first(start, start=stored))[0]
     assert start_of(recorded, blobs_in(tmp_path)) == start
     assert start_of(continued(start, opened())[0], nowhere) is None
     with pytest.raises(ContractError, match="name the deployment by -c FILE or --state DIR") as caught:
         start_of(recorded, nowhere)
     assert caught.value.seq == 20
-    store.path(blob.digest).unlink()
-    with pytest.raises(ContractError, match=f"no blob at .*{blob.digest}: copy it there"):
+    store.path(stored.digest).unlink()
+    with pytest.raises(ContractError, match=f"no blob at .*{stored.digest}: copy it there"):
         start_of(recorded, blobs_in(tmp_path))
 
 
@@ -223,6 +272,9 @@ def test_a_log_that_goes_on_is_audited_from_its_start(tmp_path: Path) -> None:
     log = tuple(continued(start, *rest))
     write_export(History(log, (), None, start), tmp_path / "export")
     assert read_export(tmp_path / "export") == History(log, (), None, start)
+    write_export(History(log, (), None, msgspec.structs.replace(start, format=4)), tmp_path / "export")
+    with pytest.raises(ContractError, match="line 1: the log's start has format 4, this version reads 1 to 3"):
+        read_export(tmp_path / "export")
 
 
 def test_the_audit_remembers_what_the_start_knows() -> None:

@@ -75,7 +75,7 @@ def test_row_1_a_dispatch_opens_the_job_over_its_batch() -> None:
     world = given(*REGISTERED).when(dispatched("j")).then(counts)
     job = world.training.job
     assert job and (job.id, job.step, job.base, job.batch, job.seq) == ("j", 1, "base", blob("batch-j"), 4)
-    assert (job.attempt, world.training.dispatched, world.training.last_batch) == (0, 1, blob("batch-j"))
+    assert (job.attempt, world.training.dispatched, world.training.batches) == (0, 1, {"": blob("batch-j")})
 
 
 def test_row_2_a_start_names_its_attempt_and_its_boot() -> None:

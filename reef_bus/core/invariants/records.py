@@ -13,7 +13,7 @@ import msgspec
 from msgspec.structs import replace
 
 from reef_bus.core.invariants.findings import MAX_SEQUENCES, Findings
-from reef_bus.core.records import make_up, whole
+from reef_bus.core.records import Consumed, make_up, whole
 from reef_bus.events import Event, InferenceRecorded, JobDispatched, Recorded, ReportReceived, Span
 
 FINAL = "final"  # the value of the tag `phase` by which a harness marks the answers of its last measurement
@@ -28,8 +28,8 @@ class Trained(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Consumption(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
-    """What a job's batch says: its commit context, the records (id, RECORDS sequence), the samples made of them; and,
-    by record, the spans of those that several versions made."""
+    """What a job's batch says: its commit context, the records (id, RECORDS sequence), the samples made of them; by
+    record, the spans of those that several versions made; and whose adapter it trains, if it says so."""
 
     job: str
     step: int
@@ -37,6 +37,7 @@ class Consumption(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True,
     records: tuple[tuple[str, int], ...]
     samples: tuple[Trained, ...]
     spans: dict[str, tuple[Span, ...]] = {}
+    scenario: str = ""
 
 
 class Unread(msgspec.Struct, frozen=True):
@@ -78,8 +79,8 @@ class Answer(msgspec.Struct, gc=False):
 
 class Answers(msgspec.Struct):
     """RECORDS by id, up to `last`; `consumed` of them by jobs. `early` are the first reports on records that are not
-    there yet, `lost` what jobs consumed that was never there, and by which one. Up to LOG `begin`, jobs of the log's
-    predecessor had taken RECORDS up to `floor`, or given them up, and `taken` above it."""
+    there yet, `lost` what jobs consumed that was never there, and by which one. `before` is what jobs of the log's
+    predecessor, up to LOG `begin`, had consumed or given up: by scenario; empty: of the whole model."""
 
     findings: Findings
     last: int = 0
@@ -89,8 +90,7 @@ class Answers(msgspec.Struct):
     consumed: int = 0
     lost: dict[str, int] = {}
     begin: int = 0
-    floor: int = 0
-    taken: frozenset[int] = frozenset()
+    before: dict[str, Consumed] = {}
 
 
 def every_part(answers: Answers) -> Iterator[Answer]:
@@ -170,10 +170,11 @@ def consume(answers: Answers, batches: Batches, seq: int, event: JobDispatched, 
         text = f"what job {event.job} (LOG {seq}) consumed: batch {event.batch.digest}: {batch.why}"
         findings.unchecked.append(text)
         return
-    said = (event.job, event.step, event.base, event.records)
-    found = (batch.job, batch.step, batch.base, len(batch.records))
+    said = (event.job, event.step, event.base, event.records, event.scenario)
+    found = (batch.job, batch.step, batch.base, len(batch.records), batch.scenario or event.scenario)
     if said != found:
-        findings.add(6, f"LOG {seq} dispatches (job, step, base, records) {said}, its batch says {found}", [seq])
+        text = f"LOG {seq} dispatches (job, step, base, records, scenario) {said}, its batch says {found}"
+        findings.add(6, text, [seq])
     for record, at in batch.records:
         for why in _spend(answers, seq, event.scenario, record, at):
             findings.add(6, f"job {event.job} consumes record {record} at {at}, {why}", [seq], [at])
@@ -187,7 +188,7 @@ def _spend(answers: Answers, seq: int, scenario: str, record: str, at: int) -> l
     before = answer.consumed if answer else answers.lost.get(record)
     if before:
         wrong.append("named twice in its batch" if before == seq else f"which the job at LOG {before} had consumed")
-    elif at <= answers.floor or at in answers.taken:
+    elif _was_taken(answers, scenario, at):
         wrong.append(f"which a job up to LOG {answers.begin}, before this log began, had consumed or given up")
     if answer:
         answers.consumed += not before
@@ -197,6 +198,12 @@ def _spend(answers: Answers, seq: int, scenario: str, record: str, at: int) -> l
         answers.lost[record] = seq
         wrong.append("which was never recorded")
     return wrong
+
+
+def _was_taken(answers: Answers, scenario: str, at: int) -> bool:
+    """A start speaks of the whole model, or of each adapter's scenario that had a job."""
+    before = answers.before.get(scenario) or answers.before.get("")
+    return before is not None and (at <= before.floor or at in before.taken)
 
 
 def _check_fitness(answer: Answer, seq: int, scenario: str, at: int, wrong: list[str]) -> None:

@@ -12,7 +12,8 @@ from reef_bus.core.invariants.findings import Findings
 from reef_bus.core.invariants.holdings import Holdings
 from reef_bus.core.invariants.lending import Lending
 from reef_bus.core.invariants.records import Answers, Batches
-from reef_bus.core.start import KnownAdapter, Start
+from reef_bus.core.records import Consumed
+from reef_bus.core.start import KnownAdapter, Start, last_batches
 from reef_bus.events import (
     Blob,
     EngineStaged,
@@ -107,7 +108,10 @@ def seed(ledger: Ledger, start: Start) -> None:
             ledger.head_candidate = release.candidate
     for adapter in start.adapters:
         _seed_adapter(ledger, start, adapter)
-    ledger.answers.begin, ledger.answers.floor, ledger.answers.taken = start.seq, start.floor, frozenset(start.taken)
+    ledger.answers.begin = start.seq
+    ledger.answers.before = {
+        scenario: Consumed(last.floor, frozenset(last.taken)) for scenario, last in last_batches(start).items()
+    }
 
 
 def _seed_adapter(ledger: Ledger, start: Start, known: KnownAdapter) -> None:

@@ -164,7 +164,7 @@ def _next_job(world: World, scenarios: tuple[str, ...], colocate: bool) -> list[
         return []
     turns = sorted(scenarios, key=lambda each: training.adapters[each].dispatched if each else 0)
     bases = tuple(_base(world, scenario) for scenario in turns)
-    effect = AssembleBatch(bases, training.dispatched + 1, training.last_batch)
+    effect = AssembleBatch(bases, training.dispatched + 1, dict(training.batches))
     return [Debt(key=f"batch/{since}/{'/'.join(bases)}", effect=effect, cause=since)]
 
 

@@ -31,11 +31,17 @@ from reef_bus.embedded import binary, held
 from reef_bus.errors import ReefError, Rejected
 from reef_bus.inspect import STATE, announced, reach, runs, target
 
+ZSTD = "compression.zstd" if sys.version_info >= (3, 14) else "backports.zstd"
 EXTRAS: Mapping[str, tuple[str, ...]] = {
     "serve": ("aiohttp", "prometheus_client", "yaml"),
+    "chat": ("tokenizers", "jinja2"),
     "weights": ("xxhash", "safetensors"),
+    "delta": ("numpy", ZSTD),
     "remote": ("fsspec",),
     "torch": ("torch", "numpy"),
+    "lora": ("peft",),
+    "sglang": ("sglang",),
+    "router": ("sglang_router",),
     "ucx": ("ucxx", "libucx", "numpy"),
     "demo": ("rich", "psutil"),
 }
@@ -43,6 +49,8 @@ CLIENT = "2.16.0"  # of nats-py: what the journal was measured on
 LITTLE_DISK = 1 << 30
 SLOW_FSYNC_MS = 20.0  # the log acknowledges after fsync: ten events of a release then wait 0.2 s for the disk
 FSYNCS = 20
+
+FREE = "loopback gives free ones"
 
 OK, ABSENT, WARNING, FAILED = "ok", "absent", "warning", "failed"
 
@@ -108,10 +116,17 @@ def _python() -> Finding:
 
 def _extras() -> Iterable[Finding]:
     for extra, modules in EXTRAS.items():
-        missing = [name for name in modules if importlib.util.find_spec(name) is None]
+        missing = [name for name in modules if not _there(name)]
         found = f"without {', '.join(missing)}" if missing else ", ".join(map(_version, modules))
         line = f"pip install 'reef-bus[{extra}]'" if missing else ""
         yield Finding(f"extra {extra}", ABSENT if missing else OK, found, line)
+
+
+def _there(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # of what it is a part of
+        return False
 
 
 def _version(module: str) -> str:
@@ -194,22 +209,29 @@ def _lock(name: str, path: Path) -> Finding:
 
 
 def _ports(config: Config | None) -> Finding:
-    """Whether the ports that a deployment takes can be taken."""
+    """Whether the ports that a deployment takes can be taken; the first one that cannot, if any."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-    if config is None or not config.gateway.port:
-        return Finding("ports", OK, "loopback gives free ones")
-    host, port = config.gateway.host, config.gateway.port
+    if config is None:
+        return Finding("ports", OK, FREE)
+    named = {"gateway.port": config.gateway.port, "inference.router-port": config.inference.router_port}
+    found = [_port(config, key, port) for key, port in named.items() if port]
+    bad = next((each for each in found if each.state != OK), None)
+    return bad or Finding("ports", OK, "; ".join(each.found for each in found) or FREE)
+
+
+def _port(config: Config, key: str, port: int) -> Finding:
+    host, without = config.gateway.host, "any" if key == "gateway.port" else "no router"
     try:
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind((host, port))
     except OSError as error:
         if runs(config):
-            return Finding("ports", OK, f"gateway.port {port} on {host} is in use, and this deployment is running")
-        text = f"gateway.port {port} on {host}: {error.strerror}"
-        return Finding("ports", FAILED, text, "stop what listens there, or set gateway.port to another one (0: any)")
-    return Finding("ports", OK, f"gateway.port {port} on {host} is free")
+            return Finding("ports", OK, f"{key} {port} on {host} is in use, and this deployment is running")
+        text = f"{key} {port} on {host}: {error.strerror}"
+        return Finding("ports", FAILED, text, f"stop what listens there, or set {key} to another one (0: {without})")
+    return Finding("ports", OK, f"{key} {port} on {host} is free")
 
 
 # -- the server that the deployment names

@@ -22,7 +22,7 @@ import msgspec
 import pytest
 
 from reef_bus.cli import main
-from reef_bus.config import Config, Gateway, Nats, dump
+from reef_bus.config import Config, Gateway, Inference, Nats, dump
 from reef_bus.embedded import Lock, NatsServer
 from reef_bus.events import Draft, Event, Evidence, InferenceRecorded, ReportReceived
 from reef_bus.jetstream import JetStreamJournal, connect
@@ -392,6 +392,14 @@ def test_doctor_finds_missing_streams_and_a_taken_port(server: NatsServer, state
     code, found = doctor(say)
     assert found["ports"][0] == found["server"][0] == "ok"
     assert found["server"][1].startswith("not running")
+
+
+def test_doctor_finds_the_routers_port_taken(server: NatsServer, state: Path, say: Say) -> None:
+    inference = Inference(router_port=server.port)
+    config = Config(state_dir=str(state), nats=Nats(url=server.url), inference=inference)
+    (state / "run" / "deployment.json").write_bytes(dump(config))
+    found = doctor(say)[1]
+    assert found["ports"] == ("failed", f"inference.router-port {server.port} on 127.0.0.1: Address already in use")
 
 
 def test_doctor_names_a_server_that_does_not_answer(say: Say) -> None:

@@ -60,7 +60,7 @@ async def goes_on(found: Live, incarnation: str, head: str, candidate: str) -> N
     assert len(named(found.events, TrainerJoined)) == 1
     await rest(found)
     audit = await found.audit()
-    end = found.events[0].seq + audit.log_events  # what was reported before the client stopped may be enough for more jobs
+    end = found.events[0].seq + audit.log_events  # more jobs may follow, of what was reported before
     await found.until("all that was audited", lambda: found.world.seq >= end - 1)
     jobs = [recorded.event for recorded in named(found.events, JobDispatched) if recorded.seq < end]
     assert audit.violations == () and audit.jobs == len(jobs) >= 1

@@ -97,15 +97,28 @@ def _flaw(holdings: Holdings, boot: Boot, event: EngineStaged) -> str:
     return ""
 
 
-def fail(holdings: Holdings, recorded: Recorded, event: ReceiverFailed) -> None:
+def fail(holdings: Holdings, recorded: Recorded, event: ReceiverFailed, findings: Findings) -> None:
     boot = holdings.boots.get(recorded.boot)
     if boot is None or not event.adapter:
+        return
+    if not event.publication:
+        _miss(holdings, boot, recorded, event, findings)
         return
     boot.taken.add(event.adapter)
     for names in boot.proven.values():
         if event.load_id in names:
             names.remove(event.load_id)
             boot.turns[event.load_id].append(recorded.seq)
+
+
+def _miss(holdings: Holdings, boot: Boot, recorded: Recorded, event: ReceiverFailed, findings: Findings) -> None:
+    """An artifact that its engine was given nothing of: it takes no place, and nothing away. Nobody loads what was
+    never the scenario's head, or what it had proved to hold."""
+    said = f"{event.engine} boot {recorded.boot} says at LOG {recorded.seq} that it cannot load {event.load_id}"
+    if event.load_id not in (load_id for _, load_id in holdings.heads.get(event.scenario, ())):
+        findings.add("adapter", f"{said}, which was never the head of {event.scenario!r}", [recorded.seq])
+    elif any(event.load_id in load_ids for load_ids in boot.proven.values()):
+        findings.add("adapter", f"{said}, which it had proved to hold", [recorded.seq])
 
 
 def unload(holdings: Holdings, recorded: Recorded, event: AdapterUnloaded | AdapterLeaked, findings: Findings) -> None:

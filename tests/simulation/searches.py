@@ -114,7 +114,7 @@ def _told_too_often(deployment: Deployment) -> str:
             told[each.boot, event.load_id] += 1
             times = deployment.spoiler.times[event.load_id]
             if told[each.boot, event.load_id] > times:
-                return f"{each.boot} says more often that it cannot load {event.load_id} than that was so: {times} times"
+                return f"{each.boot} says more often than {times} times that it cannot load {event.load_id}"
     return ""
 
 

@@ -26,6 +26,7 @@ from tests.facts import (
     S,
     adapter_caught_up,
     adapter_committed,
+    adapter_damaged,
     adapter_rollback_asked,
     adapter_staged,
     adapter_target,
@@ -149,6 +150,33 @@ def test_a_boot_that_lacks_a_head_is_a_notice() -> None:
     play = clean()
     play.say(by("e1.3", joined_with("e1")), holds("e1", 0, "base"), adapter_caught_up("e1", MATH, 4, "m1"))
     assert [notice.split(" does ")[1] for notice in play.audit().open] == [f"not hold {CODE}'s head {L(6)} yet"]
+
+
+def damaged() -> AdapterPlay:
+    """A third boot of e1 cannot load math's 4."""
+    play = clean()
+    play.say(by("e1.3", joined_with("e1")), holds("e1", 0, "base"))
+    play.say(adapter_damaged("e1", MATH, 4), adapter_caught_up("e1", CODE, 6, NO_LORA[CODE]))
+    return play
+
+
+def test_what_a_boot_cannot_load_is_a_notice_until_it_was_loaded() -> None:
+    play = damaged()
+    assert [notice.split(" does ")[1] for notice in play.audit().open] == [f"not hold {MATH}'s head {L(4)} yet"]
+    play.say(adapter_damaged("e1", MATH, 4), adapter_caught_up("e1", MATH, 4, "m1"))
+    play.asked(MATH, 4, m("e1", 3))
+    audit = play.audit()
+    assert audit.violations == () and audit.open == ()
+
+
+def test_what_a_boot_cannot_load_takes_no_room() -> None:
+    """There is room for three; code's head and two later releases of math take all of it."""
+    play, both = damaged(), (E0, m("e1", 3))
+    for n, base, goes in ((7, "m1", name(CODE, 5)), (8, "m7", name(MATH, 1))):
+        play.teach(MATH, f"m{n}", base, n, play.asked(MATH, 4 if n == 7 else 7, E0, E0))
+        play.say(unloaded("e0", goes))
+        play.publish(MATH, n, f"m{n}", *both, parent=4 if n == 7 else 7)
+    assert play.audit().violations == ()
 
 
 # -- corrupted twins
@@ -277,6 +305,14 @@ def parts_with_a_head(play: AdapterPlay) -> None:
     play.edit("AdapterUnloaded", 1, adapter=name(MATH, 1))
 
 
+def cannot_load_what_it_holds(play: AdapterPlay) -> None:
+    play.say(adapter_damaged("e0", CODE, 6))
+
+
+def cannot_load_what_was_never_committed(play: AdapterPlay) -> None:
+    play.say(adapter_damaged("e0", MATH, 2))
+
+
 Corruption = Callable[[AdapterPlay], None]
 
 TWINS: dict[Corruption, set[int | str]] = {
@@ -307,6 +343,8 @@ TWINS: dict[Corruption, set[int | str]] = {
     commits_on_a_word_of_a_second_copy: {7},
     loads_more_than_it_has_room_for: {10},
     parts_with_a_head: {"adapter"},
+    cannot_load_what_it_holds: {"adapter"},
+    cannot_load_what_was_never_committed: {"adapter"},
 }
 
 

@@ -167,7 +167,7 @@ def _waiting_for_an_artifact(world: World, scenario: str, now: int) -> dict[str,
     failed = min((engine.failing[scenario] for engine in found), key=lambda each: each.since)
     then = (
         f"it loads {scenario}'s adapter {head.load_id} as soon as its artifact can be read; nothing else waits for "
-        f"that. It said: {failed.why}. Mend that, or go back to an earlier release"
+        f"that. It said: {failed.why}. Copy it there again, or go back to an earlier release"
     )
     on = ", ".join(engine.id for engine in found)
     return _wait(on, failed.since, now, then, f"reef-bus rollback {scenario} {head.parent} --why …")

@@ -27,17 +27,20 @@ from tests.facts import (
     adapter_caught_up,
     adapter_committed,
     adapter_damaged,
+    adapter_failed,
     adapter_rollback_asked,
     adapter_staged,
     adapter_target,
     adapter_trained,
     blob,
     digest,
+    halted,
     holds,
     joined_with,
     leaked,
     m,
     name,
+    of,
     opened,
     trainer_joined,
     unloaded,
@@ -176,6 +179,19 @@ def test_what_a_boot_cannot_load_takes_no_room() -> None:
         play.teach(MATH, f"m{n}", base, n, play.asked(MATH, 4 if n == 7 else 7, E0, E0))
         play.say(unloaded("e0", goes))
         play.publish(MATH, n, f"m{n}", *both, parent=4 if n == 7 else 7)
+    assert play.audit().violations == ()
+
+
+def test_who_had_no_room_for_a_release_may_prove_what_it_holds_by_another_load_id() -> None:
+    """Nothing is loaded for that, so no room is made: neither for it, nor of the place that the failure counts for."""
+    play = clean()
+    play.teach(MATH, "m3", "m1", 5, play.asked(MATH, 4, E0, E0))
+    play.say(adapter_target(MATH, 7, "m3", E0, parent=4), leaked("e0", name(CODE, 5)))
+    play.say(replace(adapter_failed("e0", MATH, 7), cause="eviction"), *of(MATH, halted(7)))
+    play.say(adapter_rollback_asked(MATH, 4, 4))
+    play.say(adapter_target(MATH, 8, "m1", E0, parent=4, request=play.log[-1].seq))
+    play.say(adapter_staged("e0", MATH, 8, "m1", adapter=name(MATH, 1)))
+    play.committed(MATH, 8, "m1", E0, parent=4)
     assert play.audit().violations == ()
 
 

@@ -76,7 +76,8 @@ def stage(holdings: Holdings, recorded: Recorded, event: EngineStaged, findings:
 
 
 def _prove(boot: Boot, recorded: Recorded, event: EngineStaged, findings: Findings) -> None:
-    if boot.capacity is not None and len(boot.taken) > boot.capacity:
+    loaded = not boot.proven.get(event.adapter)  # what it had proved to hold is only proven again
+    if loaded and boot.capacity is not None and len(boot.taken) > boot.capacity:
         said = f"{event.engine} boot {recorded.boot} holds {len(boot.taken)} adapters from LOG {recorded.seq} on"
         findings.add(10, f"{said}; it has room for {boot.capacity}", [recorded.seq])
     names = boot.proven.setdefault(event.adapter, [])

@@ -412,7 +412,7 @@ def simulate(
 def adapted(seed: int) -> Outcome:
     """A seed of the other kind: a deployment that trains adapters, and what may happen to these."""
     chance = random.Random(f"adapters {seed}")
-    faults = Faults.adapted(chance).spoiling(random.Random(f"spoils? {seed}"))
+    faults = Faults.adapted(chance).besides(random.Random(f"besides {seed}"))
     return simulate(seed, faults, Shape.adapted(chance))
 
 

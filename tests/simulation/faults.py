@@ -123,8 +123,14 @@ class Faults:
         aims = tuple(aim(chance, ADAPTERS) for _ in range(chance.randrange(3)))
         return replace(drawn, aims=(*drawn.aims, *aims), **rates)
 
-    def spoiling(self, chance: random.Random) -> Faults:
-        return replace(self, spoil=chance.choice((0.1, 0.3, 0.6))) if chance.random() < 0.35 else self
+    def besides(self, chance: random.Random) -> Faults:
+        """What is drawn from a stream of its own: artifacts that are spoiled; and, as few unloads come to it by
+        themselves, leaks for which strikes lie in wait."""
+        found = replace(self, spoil=chance.choice((0.1, 0.3, 0.6))) if chance.random() < 0.35 else self
+        if chance.random() < 0.8:
+            return found
+        aims = tuple(aim(chance, ("AdapterLeaked",)) for _ in range(2))
+        return replace(found, leak=0.3, aims=(*found.aims, *aims))
 
 
 def aim(chance: random.Random, events: tuple[str, ...]) -> tuple[str, str]:

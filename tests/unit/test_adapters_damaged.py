@@ -105,6 +105,11 @@ def test_each_time_that_it_cannot_be_loaded_all_the_same_it_is_looked_for_twice_
     assert failing(given(*story).then()) == {MATH: (L(1), 4)}
 
 
+def test_a_head_for_which_there_is_no_room_is_not_looked_for() -> None:
+    small = (by("e1.2", joined_with("e1", 1)), by("e1.2", holds("e1", 0, "base")))
+    assert owes(*FROZEN, *TWO, *small, by("e1.2", adapter_caught_up("e1", MATH, 1, "m1"))) == []
+
+
 def test_a_new_boot_tries_at_once() -> None:
     again = (by("e1.3", joined_with("e1")), by("e1.3", holds("e1", 0, "base")))
     world = given(*DAMAGED, *again).then()

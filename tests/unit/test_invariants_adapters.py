@@ -11,6 +11,8 @@ import pytest
 from msgspec.structs import replace
 
 from reef_bus.cli_audit import _audit_lines
+from reef_bus.core import reactions
+from reef_bus.core.effects import Deadlines, LoadAdapter, Me
 from reef_bus.core.invariants import Rewards, check
 from reef_bus.core.start import compact
 from reef_bus.events import EngineStaged, Evidence, Lora, Member, Span
@@ -192,6 +194,20 @@ def test_who_had_no_room_for_a_release_may_prove_what_it_holds_by_another_load_i
     play.say(adapter_target(MATH, 8, "m1", E0, parent=4, request=play.log[-1].seq))
     play.say(adapter_staged("e0", MATH, 8, "m1", adapter=name(MATH, 1)))
     play.committed(MATH, 8, "m1", E0, parent=4)
+    assert play.audit().violations == ()
+
+
+def test_bytes_that_were_lost_may_come_back_under_the_name_that_they_had() -> None:
+    """Between the target of a rollback to them and the word on it: the place is kept under that name."""
+    play = clean()
+    play.say(adapter_rollback_asked(MATH, 4, 4))
+    play.say(adapter_target(MATH, 7, "m1", E0, parent=4, request=play.log[-1].seq))
+    play.say(unloaded("e0", name(MATH, 1), "the engine does not list it"))
+    (debt,) = reactions.engine(given(*(by(r.boot, r.event) for r in play.log)).world, Me("e0", "e0.1"), Deadlines())
+    assert isinstance(debt.effect, LoadAdapter) and (debt.effect.name, debt.effect.held) == (name(MATH, 1), False)
+    play.say(adapter_staged("e0", MATH, 7, "m1", adapter=name(MATH, 1)))
+    play.committed(MATH, 7, "m1", E0, parent=4)
+    play.asked(MATH, 7, E0)
     assert play.audit().violations == ()
 
 

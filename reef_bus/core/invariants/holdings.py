@@ -32,10 +32,11 @@ Turns = list[int]
 
 class Boot(msgspec.Struct):
     """What one boot said: how many adapters it holds at most, the load ids that it proved by the name they go under,
-    and every name that may take a place in it."""
+    those that it last had under a name when that was `gone`, and every name that may take a place in it."""
 
     capacity: int | None
     proven: dict[str, list[str]] = {}
+    gone: dict[str, list[str]] = {}
     taken: set[str] = set()
     turns: dict[str, Turns] = {}
 
@@ -88,11 +89,11 @@ def _prove(boot: Boot, recorded: Recorded, event: EngineStaged, findings: Findin
 
 def _flaw(holdings: Holdings, boot: Boot, event: EngineStaged) -> str:
     """An adapter goes under a name of its own, or under that of the same bytes of its scenario, which the boot had
-    proved to hold."""
+    proved to hold, or to have held when it was gone."""
     named = holdings.targets.get(event.load_id)
     if named != (event.scenario, event.manifest):
         return f"says that {event.load_id} is {event.manifest} of {event.scenario!r}; its target says {named}"
-    known = boot.proven.get(event.adapter, [])
+    known = boot.proven.get(event.adapter) or boot.gone.get(event.adapter, [])
     if event.adapter != adapter_name(event.scenario, event.load_id) and named not in map(holdings.targets.get, known):
         return f"calls {event.load_id} {event.adapter}, of which it has proved {known}"
     return ""
@@ -132,9 +133,10 @@ def unload(holdings: Holdings, recorded: Recorded, event: AdapterUnloaded | Adap
     if told and (current := heads.intersection(boot.proven.get(event.adapter, ()))):
         said = f"{event.engine} boot {recorded.boot} was told at LOG {recorded.seq} to unload {event.adapter}"
         findings.add("adapter", f"{said}, which is the head {', '.join(sorted(current))}", [recorded.seq])
-    _undo(boot, recorded.seq, event.adapter)
     if type(event) is AdapterUnloaded:
         boot.taken.discard(event.adapter)
+        boot.gone[event.adapter] = boot.proven.get(event.adapter, [])
+    _undo(boot, recorded.seq, event.adapter)
 
 
 def _undo(boot: Boot, seq: int, name: str) -> None:

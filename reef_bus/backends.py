@@ -207,7 +207,8 @@ class InferenceBackend(ABC):
 
     def load_adapter(self, name: str, tensors: Pieces, lora: Lora) -> None:
         """Hold the adapter of these `tensors`, under PEFT's names, as `name`, which nothing is held as. Returns once
-        prompts can ask for it; when it raises (TransferError), the engine may hold it all the same."""
+        prompts can ask for it; when it raises (TransferError), the engine may hold it all the same. Raises Misfit, and
+        holds nothing, where they are no adapter of the model that it serves, or not as `lora` says."""
         raise self._no_adapters()
 
     def adapter_proof(self, name: str, manifest: str, lora: Lora) -> Proof:

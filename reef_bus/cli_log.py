@@ -116,6 +116,8 @@ def _adapter_lines(held: dict[str, Any] | None) -> Iterable[str]:
     for kind in ("resident", "expected", "leaked"):
         if named := ", ".join(map(_adapter, held[kind])):
             yield f"  {kind:<10} {named}  ({most})"
+    for scenario, each in held["failing"].items():
+        yield f"  {'failing':<10} {scenario} {each['load_id']}: {each['why']}"
 
 
 def _adapter(name: str) -> str:

@@ -7,7 +7,8 @@ ReefError
 ├── Unavailable     retry with back-off
 ├── ContractError   halt this consumer and say where
 └── TransferError   abandon the attempt and record it
-    └── DeltaError  the same bytes are to be had in full: take those
+    ├── DeltaError  the same bytes are to be had in full: take those
+    └── Misfit      say so: no engine of this model takes it, whoever tries again
 
 A message says what was found, what was expected, and what to run next. Callers read attributes, never the text.
 """
@@ -58,6 +59,10 @@ class TransferError(ReefError):
     def __init__(self, cause: str, message: str) -> None:
         super().__init__(f"{cause}: {message}")
         self.cause = cause
+
+
+class Misfit(TransferError):
+    """What was read is no adapter for the model that is served. The engine was given nothing of it."""
 
 
 class DeltaError(TransferError):

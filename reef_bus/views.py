@@ -77,17 +77,19 @@ def _engine(world: World, name: str) -> dict[str, Any]:
         "holds": engine.verified.load_id if engine.verified else None,
         "released": list(engine.released),
     }
-    return {**shown, "adapters": _residency(engine.residency)} if engine.residency else shown
+    return {**shown, "adapters": _residency(engine, engine.residency)} if engine.residency else shown
 
 
-def _residency(held: Residency) -> dict[str, Any]:
-    """What a boot holds; `leaked` adapters keep their places, and nobody may use them."""
+def _residency(engine: Engine, held: Residency) -> dict[str, Any]:
+    """What a boot holds; `leaked` adapters keep their places, and nobody may use them. `failing`: by scenario, which
+    head has an artifact that it cannot load, and why."""
     slots = held.slots.items()
     return {
         "capacity": held.capacity,
         "resident": sorted(name for name, slot in slots if slot.load_ids),
         "leaked": sorted(name for name, slot in slots if slot.leaked),
         "expected": sorted(name for name, slot in slots if not slot.load_ids and not slot.leaked),
+        "failing": {name: {"load_id": each.load_id, "why": each.why} for name, each in engine.failing.items()},
     }
 
 
@@ -139,6 +141,8 @@ def waiting(world: World, now: int, policy: Policy) -> dict[str, Any]:
     if behind:
         since = max(_moved(world, "release"), *(_moved(world, f"engine.{name}") for name in behind))
         return _wait(", ".join(behind), since, now, "it loads and proves the head")
+    if failing := _failing(world):
+        return _waiting_for_an_artifact(world, failing, now)
     if lacking := _lacking(world):
         engine, scenario = lacking
         since = max(_moved(world, "release"), _moved(world, f"engine.{engine}"))
@@ -149,6 +153,24 @@ def waiting(world: World, now: int, policy: Policy) -> dict[str, Any]:
         return _wait("the training loop", _moved(world, "train"), now, "it publishes its next step")
     then = "enough fresh, reported answers make the next batch"
     return _wait("the harness", _moved(world, "train"), now, then)
+
+
+def _failing(world: World) -> str:
+    """A scenario whose adapter an engine that serves cannot load."""
+    return next((scenario for engine in serving(world) for scenario in engine.failing), "")
+
+
+def _waiting_for_an_artifact(world: World, scenario: str, now: int) -> dict[str, Any]:
+    """It heals by itself, once a person has mended what is named; other scenarios do not wait."""
+    head = world.publications.adapters[scenario]
+    found = [engine for engine in serving(world) if scenario in engine.failing]
+    failed = min((engine.failing[scenario] for engine in found), key=lambda each: each.since)
+    then = (
+        f"it loads {scenario}'s adapter {head.load_id} as soon as its artifact can be read; nothing else waits for "
+        f"that. It said: {failed.why}. Copy it there again, or go back to an earlier release"
+    )
+    on = ", ".join(engine.id for engine in found)
+    return _wait(on, failed.since, now, then, f"reef-bus rollback {scenario} {head.parent} --why …")
 
 
 def _lacking(world: World) -> tuple[str, str] | None:

@@ -18,7 +18,7 @@ from typing import Literal
 
 from reef_bus.backends import Answer, Completion, ContinuousBackend, Layout, Piece, Pieces, Prompt, Proof
 from reef_bus.core.publication import PAUSES
-from reef_bus.errors import NotHeld, Rejected, TransferError, Unavailable
+from reef_bus.errors import Misfit, NotHeld, Rejected, TransferError, Unavailable
 from reef_bus.events import Lora
 from reef_bus.manifest import describe
 
@@ -328,7 +328,7 @@ class Apart(ContinuousBackend):
     def load_adapter(self, name: str, tensors: Pieces, lora: Lora) -> None:
         found = {each: (piece.dtype, tuple(piece.shape), piece.data.nbytes) for each, piece in tensors.items()}
         if found != ADAPTER or (lora.rank, lora.targets) != (LORA.rank, LORA.targets):
-            raise TransferError("mismatch", f"tensors {sorted(found)} are no adapter of this model")
+            raise Misfit("mismatch", f"tensors {sorted(found)} are no adapter of this model")
         if len(self.server.adapters) >= self.adapters:
             raise TransferError("memory", f"{self.adapters} adapters are all that the server holds")
         given = self._adapters[describe(tensors).digest] = {each: bytes(p.data) for each, p in tensors.items()}

@@ -510,6 +510,11 @@ def adapter_failed(engine: str, scenario: str, n: int, attempt: int = 1, adapter
     return replace(word, staged=True, scenario=scenario, adapter=adapter or name(scenario, n))
 
 
+def adapter_damaged(engine: str, scenario: str, n: int, why: str = "no blob at /store/aa") -> ReceiverFailed:
+    """Outside of any publication: what is committed cannot be read."""
+    return replace(adapter_failed(engine, scenario, n), publication="", attempt=0, cause="artifact", detail=why)
+
+
 def unloaded(engine: str, adapter: str, detail: str = "") -> AdapterUnloaded:
     return AdapterUnloaded(engine=engine, adapter=adapter, detail=detail)
 

@@ -14,16 +14,19 @@ from collections.abc import Callable, Iterator
 from consumers.reef_engine.reports import cause
 from reef_bus.artifacts import ArtifactStore
 from reef_bus.backends import InferenceBackend, Pieces, Proof
-from reef_bus.core.effects import LoadAdapter, UnloadAdapter
+from reef_bus.core.effects import AwaitArtifact, LoadAdapter, UnloadAdapter
 from reef_bus.core.ids import parse_adapter_name
 from reef_bus.core.world import World
-from reef_bus.errors import ContractError, TransferError, Unavailable
+from reef_bus.errors import ContractError, Misfit, TransferError, Unavailable
 from reef_bus.events import AdapterLeaked, AdapterUnloaded, EngineLeft, EngineStaged, Event, ReceiverFailed
 from reef_bus.manifest import Manifest
 from reef_bus.runner import blocking
 from reef_bus.stored import read
 
 log = logging.getLogger(__name__)
+
+UNREAD = (TransferError, ContractError, Unavailable)
+"""What the store raises: the artifact is missing, is damaged, or cannot be told from one that is."""
 
 
 class Adapters:
@@ -44,6 +47,7 @@ class Adapters:
         self.lost: frozenset[str] = frozenset()  # what the log says is held, and the engine does not list
         self._loads = set[str]()  # what this boot has loaded; the log may not have been told yet
         self.doubted = False  # since it may be another engine than that which held them
+        self.mended: frozenset[int] = frozenset()  # words on artifacts that could not be loaded, and can be read now
         self._most = most
         self._received = received
         self._leases = collections.Counter[str]()
@@ -100,7 +104,7 @@ class Adapters:
         for name in self._strays(effect, known, await self._listed()):
             if why := await blocking(self._unload, name):
                 return AdapterLeaked(engine=self.engine, adapter=name, detail=why)
-        return await self._loaded(effect)
+        return await self._brought(effect)
 
     def _known(self, world: World) -> frozenset[str]:
         """What the log says that this engine holds, or may hold."""
@@ -111,43 +115,62 @@ class Adapters:
         known = known | {effect.name} if effect.held else known - {effect.name}
         return sorted(name for name in listed if _ours(name) and name not in known)
 
-    async def _loaded(self, effect: LoadAdapter) -> Event:
+    async def _brought(self, effect: LoadAdapter) -> Event:
+        """Until it is read, the artifact is to blame, and no other boot would do better."""
         began = asyncio.get_running_loop().time()
         try:
-            manifest: Manifest = Manifest.decode(await blocking(self.store.get, effect.manifest))
-            proof: Proof = await blocking(self._load, effect, manifest)
-        except (TransferError, ContractError) as error:
+            tensors: Pieces = {} if effect.held else await blocking(self._read, effect)
+        except UNREAD as error:
+            if effect.publication and isinstance(error, Unavailable):
+                raise  # whoever decides on it has a deadline for that
             return self._failed(effect, cause(error), str(error))
+        return await self._loaded(effect, tensors, began)
+
+    async def _loaded(self, effect: LoadAdapter, tensors: Pieces, began: float) -> Event:
+        try:
+            proof: Proof = await blocking(self._load, effect, tensors)
+        except Misfit as error:
+            return self._failed(effect, error.cause, str(error))
+        except (TransferError, ContractError) as error:
+            return self._at_fault(effect, cause(error), str(error))
         if proof.flaw:
-            return self._failed(effect, "digest", proof.flaw)
+            return self._at_fault(effect, "digest", proof.flaw)
         return EngineStaged(
             engine=self.engine,
             publication=effect.publication,
             attempt=effect.attempt,
             load_id=effect.load_id,
             manifest=effect.manifest,
-            tensors=len(manifest.tensors),
-            bytes=0 if effect.held else manifest.total,
+            tensors=proof.tensors,
+            bytes=sum(piece.data.nbytes for piece in tensors.values()),
             ms=round((asyncio.get_running_loop().time() - began) * 1000, 3),
             scenario=effect.scenario,
             adapter=effect.name,
             algorithm=proof.algorithm,
         )
 
-    def _load(self, effect: LoadAdapter, manifest: Manifest) -> Proof:
-        """What is read is hashed on its way; what the engine made of it is the engine's to prove."""
+    def _read(self, effect: LoadAdapter | AwaitArtifact) -> Pieces:
+        """Hashed on its way."""
+        manifest = Manifest.decode(self.store.get(effect.manifest))
+        return read(self.store, effect.weights.digest, manifest)
+
+    def _load(self, effect: LoadAdapter, tensors: Pieces) -> Proof:
+        """What the engine made of it is the engine's to prove."""
         if not effect.held:
             self.lost -= {effect.name}
             self._loads.add(effect.name)
-            tensors = read(self.store, effect.weights.digest, manifest)
             self._received(tensors, effect.load_id)
             self.backend.load_adapter(effect.name, tensors, effect.lora)
         return self.backend.adapter_proof(effect.name, effect.manifest, effect.lora)
 
+    def _at_fault(self, effect: LoadAdapter, cause: str, detail: str) -> Event:
+        """The engine is: a target that it cannot receive is the publishers' to judge; what is committed needs a better
+        boot."""
+        if effect.publication:
+            return self._failed(effect, cause, detail)
+        return EngineLeft(engine=self.engine, reason=f"cannot load adapter {effect.name}: {detail}")
+
     def _failed(self, effect: LoadAdapter, cause: str, detail: str) -> Event:
-        """A target that cannot be received is the publishers' to judge; what is committed needs a better boot."""
-        if not effect.publication:
-            return EngineLeft(engine=self.engine, reason=f"cannot load adapter {effect.name}: {detail}")
         return ReceiverFailed(
             engine=self.engine,
             publication=effect.publication,
@@ -159,6 +182,19 @@ class Adapters:
             scenario=effect.scenario,
             adapter=effect.name,
         )
+
+    async def wait(self, effect: AwaitArtifact) -> None:
+        """Nothing of the engine is touched, and nobody who has it is waited for."""
+        pause = effect.first_s
+        while True:
+            await asyncio.sleep(pause)
+            try:
+                await blocking(self._read, effect)
+            except UNREAD:
+                pause = min(2 * pause, effect.every_s)
+            else:
+                break
+        self.mended |= {effect.failed}
 
     async def unload(self, effect: UnloadAdapter) -> Event:
         """New requests do not name it: it is nobody's head."""

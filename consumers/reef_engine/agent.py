@@ -27,6 +27,7 @@ from reef_bus.backends import InferenceBackend, Pieces, places
 from reef_bus.config import Config
 from reef_bus.core import reactions
 from reef_bus.core.effects import (
+    AwaitArtifact,
     Debt,
     Fence,
     Ingress,
@@ -166,8 +167,15 @@ class Agent(Role):
     def react(self, world: World, now: int) -> Sequence[Debt]:
         head = world.publications.head
         written = head is not None and (self.proven != head.manifest or self.adapters.doubted)
-        deadlines, lost = self.config.publication.deadlines, self.adapters.lost
-        return reactions.engine(world, self.me, deadlines, written=written, lost=lost, out=self.held.away())
+        return reactions.engine(
+            world,
+            self.me,
+            self.config.publication.deadlines,
+            written=written,
+            lost=self.adapters.lost,
+            mended=self.adapters.mended,
+            out=self.held.away(),
+        )
 
     async def perform(self, debt: Debt, scope: contextlib.AsyncExitStack) -> Event | None:
         try:
@@ -175,7 +183,7 @@ class Agent(Role):
         except Uncertain as error:
             return EngineLeft(engine=self.me.id, reason=f"its memory is uncertain: {error}")
 
-    async def _perform(self, debt: Debt) -> Event:
+    async def _perform(self, debt: Debt) -> Event | None:
         match debt.effect:
             case Join():
                 return await self._join()
@@ -190,6 +198,9 @@ class Agent(Role):
             case LoadAdapter() as effect:
                 async with self.ingress:
                     return await self.adapters.load(effect, self.world)
+            case AwaitArtifact() as effect:
+                await self.adapters.wait(effect)
+                return None
             case UnloadAdapter() as effect:
                 async with self.ingress:
                     return await self.adapters.unload(effect)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from consumers.reef_engine.held import Found
 from reef_bus.core.effects import Ingress, Stage
-from reef_bus.errors import ContractError, TransferError
+from reef_bus.errors import ContractError, TransferError, Unavailable
 from reef_bus.events import Event, ReceiverFailed, ReceiverVerified
 
 
@@ -41,5 +41,7 @@ def failed(engine: str, effect: Ingress, cause: str, detail: str, observed: str 
     )
 
 
-def cause(error: TransferError | ContractError) -> str:
-    return error.cause if isinstance(error, TransferError) else "artifact"
+def cause(error: TransferError | ContractError | Unavailable) -> str:
+    if isinstance(error, TransferError):
+        return error.cause
+    return "artifact" if isinstance(error, ContractError) else "closed"

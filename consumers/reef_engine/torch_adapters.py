@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from reef_bus.backends import Piece, Pieces, Proof, places
-from reef_bus.errors import NotHeld, Rejected, TransferError
+from reef_bus.errors import Misfit, NotHeld, Rejected, TransferError
 from reef_bus.events import Lora
 from reef_bus.lora import LowRank, adapted, beside, shapes
 from reef_bus.manifest import Manifest, describe, differences
@@ -35,8 +35,8 @@ class Adapters:
         self._held: dict[str, Held] = {}
 
     def load(self, policy: Policy, name: str, tensors: Pieces, lora: Lora) -> None:
-        """Copy `tensors` into memory of our own. Raises TransferError for what is not exactly an adapter of `policy`,
-        for values that are not finite, and for a name that is taken; nothing is held then."""
+        """Copy `tensors` into memory of our own. Raises Misfit for what is not exactly an adapter of `policy`, and for
+        values that are not finite, TransferError for a name that is taken; nothing is held then."""
         if name in self._held:
             raise TransferError("refused", f"adapter {name} is held already: a name is loaded once")
         given = _checked(policy, tensors, lora)
@@ -76,12 +76,12 @@ def _checked(policy: Policy, tensors: Pieces, lora: Lora) -> Manifest:
         expected = {name: ("F32", tuple(shape)) for name, shape in shapes(policy, lora).items()}
         given = describe(tensors, check_finite=True)
     except Rejected as error:
-        raise TransferError("refused", str(error)) from error
+        raise Misfit("refused", str(error)) from error
     found = {entry.name: (entry.dtype, entry.shape) for entry in given.tensors}
     for name in sorted(expected.keys() | found.keys()):
         if expected.get(name) != found.get(name):
             said = f"found {found.get(name, 'nothing')}, expected {expected.get(name, 'nothing')}"
-            raise TransferError("mismatch", f"tensor {name!r}: {said}, by rank and targets of the adapter")
+            raise Misfit("mismatch", f"tensor {name!r}: {said}, by rank and targets of the adapter")
     return given
 
 

@@ -33,6 +33,7 @@ from reef_bus.artifacts import ArtifactStore
 from reef_bus.backends import Generated
 from reef_bus.config import Config
 from reef_bus.core.effects import Debt, Me
+from reef_bus.core.serving import hindrance
 from reef_bus.core.world import World
 from reef_bus.errors import ReefError, Rejected, Unavailable
 from reef_bus.events import Event, InferenceRecorded, Recorded
@@ -102,7 +103,7 @@ class Gateway(Role):
         scenario = self._scenario(request)
         call = await self._call(await request.read())
         tags, of = _tags(request), scenario if scenario != self.config.scenario else ""
-        async with self._deadline():
+        async with self._deadline(of):
             answer = await self.router.generate(replace(call.prompt, scenario=of))
             if _hung_up(request):
                 return web.Response(status=499, reason="client closed request")
@@ -204,14 +205,16 @@ class Gateway(Role):
         return web.json_response({"ready": bool(engines), "engines": engines}, status=200 if engines else 503)
 
     @contextlib.asynccontextmanager
-    async def _deadline(self) -> AsyncIterator[None]:
+    async def _deadline(self, scenario: str = "") -> AsyncIterator[None]:
         """What is not done in time is not known to be undone: the client may ask again, and finds what was recorded."""
         seconds = self.config.gateway.timeout_s
         try:
             async with asyncio.timeout(seconds):
                 yield
         except TimeoutError as error:
-            raise Unavailable(f"no answer within {seconds:g} s; `reef-bus status` says why") from error
+            why = hindrance(self.router.world, scenario)
+            said = f"no answer within {seconds:g} s{f': {why}' if why else ''}"
+            raise Unavailable(f"{said}; `reef-bus status` says {'what to do' if why else 'why'}") from error
 
     def _scenario(self, request: web.Request) -> str:
         scenario = request.headers.get(SCENARIO, self.config.scenario)

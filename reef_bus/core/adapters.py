@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from reef_bus.core import residency
-from reef_bus.core.membership import Engine, Membership
+from reef_bus.core.membership import Engine, Failing, Membership
 from reef_bus.core.publication import Publication, Publications
 from reef_bus.core.residency import Residency
 from reef_bus.events import (
@@ -56,6 +56,8 @@ def _stage(engine: Engine, publications: Publications, recorded: Recorded, event
         proven = residency.loaded(state, event.scenario, event.load_id, event.manifest)
         if event.adapter in proven.slots and event.load_id in proven.slots[event.adapter].load_ids:
             engine.residency = proven
+            if residency.served(proven, event.scenario):
+                engine.failing.pop(event.scenario, None)
             return
     slot = state.slots.get(event.adapter)
     known = slot is not None and slot.load_ids and (slot.scenario, slot.manifest) == (event.scenario, event.manifest)
@@ -75,7 +77,24 @@ def _manifest(publications: Publications, event: EngineStaged) -> str:
 def _fail(engine: Engine, publications: Publications, recorded: Recorded, event: ReceiverFailed) -> None:
     if event.adapter and engine.residency is not None:
         engine.adapted = recorded.seq
-        engine.residency = residency.load_failed(engine.residency, event.scenario, event.load_id)
+        if event.publication:
+            engine.residency = residency.load_failed(engine.residency, event.scenario, event.load_id)
+        else:
+            _miss(engine, engine.residency, recorded, event)
+
+
+def _miss(engine: Engine, state: Residency, recorded: Recorded, event: ReceiverFailed) -> None:
+    """The artifact of a head is to blame, and the engine was given nothing of it: what it holds is as it was."""
+    if state.current.get(event.scenario) != event.load_id or residency.served(state, event.scenario):
+        return
+    before = engine.failing.get(event.scenario)
+    engine.failing[event.scenario] = Failing(
+        load_id=event.load_id,
+        seq=recorded.seq,
+        tries=before.tries + 1 if before else 1,
+        since=before.since if before else recorded.time,
+        why=event.detail,
+    )
 
 
 def _unload(engine: Engine, publications: Publications, recorded: Recorded, event: AdapterUnloaded) -> None:
@@ -118,6 +137,7 @@ def targeted(membership: Membership, open_: Publication) -> None:
 def committed(membership: Membership, open_: Publication) -> None:
     for engine in _holders(membership):
         engine.residency = residency.activated(_state(engine), open_.scenario, open_.load_id)
+        engine.failing.pop(open_.scenario, None)
 
 
 def halted(membership: Membership, open_: Publication) -> None:

@@ -148,8 +148,8 @@ class VerifyHead(Effect, frozen=True):
 
 class LoadAdapter(Effect, frozen=True):
     """Load the adapter from its artifact beside what is served, and prove it; ends in `EngineStaged` or
-    `ReceiverFailed`, or, where it is committed (no `publication`), may end the boot. With `held` its bytes are there
-    already, under this name, and only to be proven."""
+    `ReceiverFailed`, or, where it is committed (no `publication`) and the engine is to blame, ends the boot. With
+    `held` its bytes are there already, under this name, and only to be proven."""
 
     publication: str
     attempt: int
@@ -160,6 +160,17 @@ class LoadAdapter(Effect, frozen=True):
     weights: Blob
     lora: Lora
     held: bool = False
+
+
+class AwaitArtifact(Effect, frozen=True):
+    """Look for the artifact of a committed adapter, of which `failed` is the last word, until it can be read; first
+    after `first_s`, then less and less often, down to every `every_s`. Ends in no fact: the load is owed again."""
+
+    failed: int
+    manifest: str
+    weights: Blob
+    first_s: float
+    every_s: float
 
 
 class UnloadAdapter(Effect, frozen=True):

@@ -40,12 +40,23 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     staged: bool = False
 
 
+class Failing(msgspec.Struct, frozen=True, kw_only=True):
+    """Why a boot does not hold a scenario's head, whose artifact is to blame: as it said at `seq` for the `tries`-th
+    time, the first time at `since` (ns)."""
+
+    load_id: str
+    seq: int
+    tries: int
+    since: int
+    why: str
+
+
 class Engine(msgspec.Struct, kw_only=True):
     """One engine id and its current boot. `verified` is this boot's last proof since its last fence, by any way; `out`
     the broker time (ns) at which the boot left or was excluded. `residency`: which adapters it holds, None if it takes
-    none; `adapted` is the sequence of its last word on them, `leaks` those by name of unloads that failed. Of the
-    regions that it `releases`, those `released` are a job's now: it gave them for the fence raised at `lent`, and the
-    last word on them is at `memory`."""
+    none; `adapted` is the sequence of its last word on them, `leaks` those by name of unloads that failed, `failing`
+    the scenarios whose head has an artifact that it cannot load. Of the regions that it `releases`, those `released`
+    are a job's now: it gave them for the fence raised at `lent`, and the last word on them is at `memory`."""
 
     id: str
     boot: str
@@ -63,6 +74,7 @@ class Engine(msgspec.Struct, kw_only=True):
     residency: Residency | None = None
     adapted: int = 0
     leaks: dict[str, int] = {}
+    failing: dict[str, Failing] = {}
     releases: tuple[str, ...] = ()
     released: tuple[str, ...] = ()
     lent: int = 0

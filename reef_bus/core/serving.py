@@ -102,6 +102,15 @@ def version(world: World, engine: Engine, scenario: str) -> Version | None:
     return Version(head.load_id, name) if name else None
 
 
+def hindrance(world: World, scenario: str) -> str:
+    """Why nobody answers the scenario though engines serve, where that is its adapter's artifact; else empty."""
+    found = serving(world)
+    if any(version(world, engine, scenario) for engine in found):
+        return ""
+    said = ((engine.id, engine.failing[scenario]) for engine in found if scenario in engine.failing)
+    return next((f"{id_} cannot load {scenario}'s adapter {failed.load_id}: {failed.why}" for id_, failed in said), "")
+
+
 def holders(world: World) -> list[Engine]:
     """Boots whose memory the open colocated job may not count on yet, by id: those that have not said, since its fence
     was raised, that it is released. Who is out counts until its supervisor knows that nothing of it lives."""

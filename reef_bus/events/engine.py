@@ -93,7 +93,8 @@ class ReceiverVerified(EngineEvent, frozen=True, kw_only=True):
 class ReceiverFailed(EngineEvent, frozen=True, kw_only=True):
     """The engine could not receive or prove the target; `detail` names the tensor where one is to blame. With `staged`
     it speaks of the copy beside the served one, and what it serves is as it was; with `adapter`, of the LoRA adapter of
-    that name, of which nobody knows now whether the engine holds it."""
+    that name, of which nobody knows now whether the engine holds it. `publication` is empty and `attempt` 0 where that
+    had been committed before: its artifact cannot be read, or does not fit, and the engine was given nothing of it."""
 
     publication: str
     attempt: int

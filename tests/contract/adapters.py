@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 from reef_bus.backends import ContinuousBackend, Piece, Pieces
 from reef_bus.core.ids import adapter_name
-from reef_bus.errors import NotHeld, Rejected, TransferError
+from reef_bus.errors import Misfit, NotHeld, Rejected, TransferError
 from reef_bus.events import Lora
 from reef_bus.manifest import describe
 from tests.contract.subject import Promise, Subject, numbers
@@ -183,7 +183,7 @@ async def what_does_not_fit_is_refused_and_spoils_nothing(subject: Subject) -> N
         before, alone = await _said(subject, beside), await _said(subject)
         for bad, of_it in ((tensors, Lora(lora.rank + 1, lora.alpha, lora.targets)), (short, lora), (named, lora)):
             name = _fresh()
-            await _refused(_load(subject, name, bad, of_it), TransferError)
+            await _refused(_load(subject, name, bad, of_it), Misfit)
             assert await _unload(subject, name) == ""
             await _refused(_said(subject, name), NotHeld)
         assert await _said(subject, beside) == before and await _said(subject) == alone

@@ -19,7 +19,7 @@ from msgspec.structs import replace
 
 from reef_bus.backends import Answer, Piece, Pieces, Prompt
 from reef_bus.config import UPDATES
-from reef_bus.errors import Rejected, TransferError
+from reef_bus.errors import Misfit, Rejected, TransferError
 from reef_bus.events import Lora
 from reef_bus.manifest import describe
 from reef_bus.policy import Policy, pieces
@@ -365,7 +365,7 @@ async def test_what_is_no_adapter_of_the_model_is_refused_before_the_server_hear
     """Most of these load, and end the server's process at the first request."""
     one = Loaded(subject, drawn(40))
     one.pieces = wrong(one.pieces)
-    with pytest.raises(TransferError, match=r"^mismatch: adapter reef-adapter-cmVk"):
+    with pytest.raises(Misfit, match=r"^mismatch: adapter reef-adapter-cmVk"):
         await one.load()
     assert await one.unload() == ""
 
@@ -383,7 +383,7 @@ async def test_what_is_no_adapter_of_the_model_is_refused_before_the_server_hear
 async def test_adapters_that_the_server_cannot_hold_are_refused(subject: Subject, lora: Lora, said: str) -> None:
     every = pieces(drawn(41))
     named = {name: piece for name, piece in every.items() if name.split(".")[-3] in lora.targets} or every
-    with pytest.raises(TransferError, match=said):
+    with pytest.raises(Misfit, match=said):
         await asyncio.to_thread(subject.engine.load_adapter, next(NAMES), named, lora)
 
 
@@ -399,7 +399,7 @@ async def test_an_adapter_of_fewer_targets_and_a_lower_rank_is_held(subject: Sub
 async def test_no_more_are_held_than_configured(subject: Subject) -> None:
     async with loaded(subject, 60, 61, 62, 63) as four:
         five = Loaded(subject, drawn(64))
-        with pytest.raises(TransferError, match=r"holds 4 already, and adapters\.capacity is 4"):
+        with pytest.raises(TransferError, match=r"^refused: adapter .* holds 4 already, and adapters\.capacity is 4"):
             await five.load()
         answers = await asyncio.gather(*(each.answer() for each in four))
         assert [answer.completion.ids for answer in answers] == [each.expected() for each in four]

@@ -119,7 +119,9 @@ def _report(
         "never_hit": wanting,
         "events": events,
         "candidates": ended,
-        "hits": {kind: {event: hits[kind, event] for event in (*EVENTS, *ADAPTERS)} for kind in (*KINDS, *ADAPTING)},
+        "hits": {
+            kind: {event: hits[kind, event] for event in (*EVENTS, *ADAPTERS)} for kind in (*KINDS, *ADAPTING, "spoil")
+        },
     }
 
 

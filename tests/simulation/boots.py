@@ -102,6 +102,7 @@ class Boot(Process):
         self.exit: int | None
         self.link, self.skew = Link(machines.loop), 0
         self.remains_until = 0.0  # until then something of it lives on that no signal ends
+        self.missed: set[str] = set()  # blobs that its artifact store did not have when it last asked for them
         self.calls: dict[asyncio.Future[Any], None] = {}  # in order, as a set is not
         self.children: list[Boot] = []
         self.journal = Connection(machines.broker, self, self.link)
@@ -160,6 +161,18 @@ class Boot(Process):
     def kill(self) -> None:
         self.end(SIGKILL)
 
+    def lose(self) -> bool:
+        """Its engine was started again by itself while it had nothing to do, and its agent has noticed."""
+        agent, memory, runner = self.agent, self.memory, self.runner
+        if not isinstance(memory, AdapterMemory) or not agent or not runner:
+            return False
+        if agent.ingress.locked() or agent.memory.locked():
+            return False
+        memory.lose()
+        agent.doubt()
+        runner.ask()
+        return True
+
     def remains(self) -> bool:
         """Whether anything of it lives."""
         return self.exit is None or self.loop.now < self.remains_until
@@ -174,7 +187,7 @@ async def _engine(boot: Boot, stack: contextlib.AsyncExitStack) -> Role:
     stages = machines.shape.mode == "staged" and int(boot.component.rpartition("-")[2]) < single
     boot.memory = _memory(machines, stages)
     boot.memory.took = lambda: machines.took(boot)
-    store = Shelf(STORE, machines.nemesis)
+    store = Shelf(STORE, machines.nemesis, boot.missed)
     agent = Agent(machines.config, boot.me, f"http://{boot.name}", boot.memory, store, Fault(), clock=boot.wall)
     agent.transports["tcp"] = Wire(machines.network, boot)
     boot.watched = True

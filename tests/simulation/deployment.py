@@ -29,6 +29,7 @@ from tests.simulation.harness import Harness
 from tests.simulation.loop import Loop, Process, Stuck
 from tests.simulation.person import Person
 from tests.simulation.shape import Shape
+from tests.simulation.spoiling import Spoiler
 from tests.simulation.truth import Truth, Violation
 from tests.spec import SECOND
 
@@ -93,6 +94,7 @@ class Deployment(Machines):
         self.config = self.shape.config()
         self.roles = {"supervisor": "supervisor", **self.config.components()}
         self.person = Person(self, self.truth, self.shape.asks)
+        self.spoiler = Spoiler(self, self.truth, seed)
         self.violation = ""
         self.cues: list[Cue] = []
         self.healed = 0.0
@@ -108,6 +110,7 @@ class Deployment(Machines):
             void = self.truth.saw(stream, recorded)
             if stream == LOG and not void:
                 self._judge_memory(recorded)
+                self.spoiler.judge(recorded)
         except Violation as violation:
             self._violate(str(violation))
             return
@@ -117,6 +120,7 @@ class Deployment(Machines):
                 self.loop.pause_at = self.nemesis.next_at()
                 if self.nemesis.active:
                     self.person.saw(recorded)
+                    self.spoiler.saw(recorded)
             said = f"{recorded.seq:3} {recorded.name:24} {recorded.boot:14} {recorded.event.key:12} {recorded.id[:8]}"
             self.tell(said + (f"  void: {void}" if void else ""))
             self.cues = [cue for cue in self.cues if cue[0] != recorded.name or not cue[1](recorded)]
@@ -310,17 +314,9 @@ class Deployment(Machines):
         return boot.name
 
     def _lose(self, boot: Boot) -> str:
-        """Its engine was started again by itself while it had nothing to do, and its agent has noticed."""
         engines = [each for each in self.running() if isinstance(each.memory, AdapterMemory) and each.runner]
         found = boot if boot in engines else self.chance.choice(engines) if engines else boot
-        if not isinstance(found.memory, AdapterMemory) or not found.agent or not found.runner:
-            return ""
-        if found.agent.ingress.locked() or found.agent.memory.locked():
-            return ""
-        found.memory.lose()
-        found.agent.doubt()
-        found.runner.ask()
-        return found.name
+        return found.name if found.lose() else ""
 
     def _remain(self, boot: Boot) -> str:
         """Its main process ends; a child of it hangs in the kernel."""
@@ -416,7 +412,8 @@ def simulate(
 def adapted(seed: int) -> Outcome:
     """A seed of the other kind: a deployment that trains adapters, and what may happen to these."""
     chance = random.Random(f"adapters {seed}")
-    return simulate(seed, Faults.adapted(chance), Shape.adapted(chance))
+    faults = Faults.adapted(chance).besides(random.Random(f"besides {seed}"))
+    return simulate(seed, faults, Shape.adapted(chance))
 
 
 def _simulate(seed: int, found: Deployment) -> Outcome:

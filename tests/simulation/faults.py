@@ -33,6 +33,10 @@ ADAPTING = (*LOADS, "no_proof", "leak", "lose")
 """Fall upon adapters: also a proof that the engine refuses, an unload that is not confirmed, and, as a strike, an
 engine that was started again behind its agent's back and holds nothing any more."""
 
+SPOILED_AT = ("ReleaseCommitted", "EngineJoined")
+"""When `spoil` strikes: the artifact of a committed adapter is away, or damaged, for a while. Who draws it has a stream
+of chance of its own: a seed without it has the history that it would have anyway."""
+
 ADAPTERS = ("AdapterRegistered", "AdapterUnloaded", "AdapterLeaked")
 COLOCATED = ("EngineMemoryReleased", "EngineMemoryRestored")
 APART = (*ADAPTERS, *COLOCATED)
@@ -98,6 +102,7 @@ class Faults:
     no_proof: float = 0.0
     leak: float = 0.0
     lose: float = 0.0
+    spoil: float = 0.0
     no_memory: float = 0.0
     aims: tuple[tuple[str, str], ...] = ()
     ambushes: tuple[str, ...] = ()
@@ -117,6 +122,15 @@ class Faults:
         rates = {kind: _rate(kind, chance) for kind in ADAPTING if chance.random() < 0.35}
         aims = tuple(aim(chance, ADAPTERS) for _ in range(chance.randrange(3)))
         return replace(drawn, aims=(*drawn.aims, *aims), **rates)
+
+    def besides(self, chance: random.Random) -> Faults:
+        """What is drawn from a stream of its own: artifacts that are spoiled; and, as few unloads come to it by
+        themselves, leaks for which strikes lie in wait."""
+        found = replace(self, spoil=chance.choice((0.1, 0.3, 0.6))) if chance.random() < 0.35 else self
+        if chance.random() < 0.8:
+            return found
+        aims = tuple(aim(chance, ("AdapterLeaked",)) for _ in range(2))
+        return replace(found, leak=0.3, aims=(*found.aims, *aims))
 
 
 def aim(chance: random.Random, events: tuple[str, ...]) -> tuple[str, str]:
@@ -138,6 +152,7 @@ class Nemesis:
         self.orders: list[tuple[str, str]] = []  # (occasion, or "" for any append; kind): what is else drawn
         self.last = ""
         self.active = True
+        self._spoiled: dict[str, str] = {}
         self.strike: Callable[[str, str], str] = lambda kind, whom: ""
         self._rates = {kind: rate for kind in (*KINDS, *ADAPTING, *LENDING) if (rate := getattr(faults, kind))}
         self._weights = {kind: rate for kind, rate in self._rates.items() if kind in (*STRIKES, "lose")}
@@ -200,6 +215,11 @@ class Nemesis:
                 self.hit(order[1])
                 return order[1]
         return self.befalls(kinds)
+
+    @property
+    def spoiled(self) -> dict[str, str]:
+        """Blobs that engines find `damaged`, or do not find (`away`)."""
+        return self._spoiled if self.active else {}
 
     def hit(self, kind: str, whom: str = "") -> None:
         self.hits[kind, self.last] += 1

@@ -134,14 +134,27 @@ def completed(made: bytes) -> Completion:
 class Shelf(ArtifactStore):
     """An artifact store of a machine that does not always have what others wrote."""
 
-    def __init__(self, root: Path, nemesis: Nemesis) -> None:
+    def __init__(self, root: Path, nemesis: Nemesis, missed: set[str]) -> None:
+        """`missed`: the blobs that it did not have as they should be when they were last asked for."""
         super().__init__(root)
-        self.nemesis = nemesis
+        self.nemesis, self.missed = nemesis, missed
 
     def fetch(self, digest: str) -> Generator[int, None, Opened]:
-        if self.nemesis.befalls(("no_artifact",)):
+        how = self.nemesis.spoiled.get(digest, "")
+        self.missed.add(digest)
+        if how == "away" or self.nemesis.befalls(("no_artifact",)):
             raise FileNotFoundError(errno.ENOENT, "it is away", digest)
+        if how == "damaged":
+            return self._damaged(digest)
+        self.missed.discard(digest)
         return super().fetch(digest)
+
+    def _damaged(self, digest: str) -> Generator[int, None, Opened]:
+        """Its last byte is another one."""
+        yield from ()
+        data, copy = self.path(digest).read_bytes(), Path(f"damaged-{digest}")
+        copy.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+        return Opened(open(copy, "rb", buffering=0), str(copy))
 
 
 # -- trainer

@@ -6,19 +6,23 @@ Knows: how each is run, and what it says when something is wrong. Must not know:
 from __future__ import annotations
 
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import cache, partial
 from typing import Any, NamedTuple
 
 from reef_bus.core.effects import Restarts
 from reef_bus.errors import ReefError
-from reef_bus.events import ComponentEvent, ComponentLost, Recorded
+from reef_bus.events import ComponentEvent, ComponentLost, ReceiverFailed, Recorded
 from tests.fleet import wander
 from tests.judge import LETTERS, in_order
 from tests.simulation.deployment import Deployment, Shape, adapted, simulate
 from tests.simulation.faults import Faults
 from tests.simulation.patching import Edit
+from tests.simulation.spoiling import whole
 from tests.spec import SECOND
+
+LOOK_S, SOON_S = 0.25, 6.0
 
 Search = Callable[[int], str]
 """What a seed finds: a violation, or an empty string."""
@@ -74,6 +78,44 @@ def supervised(seed: int) -> str:
     kept: list[Deployment] = []
     found = simulate(seed, Faults(crash=1.5), Shape(jobs=4), kept.append)
     return found.violation or next(filter(None, map(_wrong_life, _lives(kept[0]))), "")
+
+
+def spoiled(seed: int) -> str:
+    """Artifacts are away or damaged, engines end, and nothing else goes wrong: all else that is committed is answered
+    by every engine soon, as is what can be read again; and the log is told once of each time."""
+    kept: list[Deployment] = []
+
+    def watch(deployment: Deployment) -> None:
+        kept.append(deployment)
+        deployment.loop.call_later(LOOK_S, _look, deployment, {}, context=deployment.loop.outside)
+
+    shape = Shape(adapters=("math", "code"), jobs=6)
+    return simulate(seed, Faults(spoil=0.6), shape, watch).violation or _told_too_often(kept[0])
+
+
+def _look(deployment: Deployment, since: dict[tuple[str, str], float]) -> None:
+    now = deployment.loop.now
+    for boot in deployment.running():
+        for head in deployment.truth.world.publications.adapters.values():
+            key = boot.name, head.load_id
+            if boot.agent is None or not boot.agent.open.is_set() or not whole(deployment, head):
+                since.pop(key, None)
+            elif deployment._answers(boot, head.scenario):
+                since.pop(key, None)
+            elif now > since.setdefault(key, now) + SOON_S:
+                deployment._violate(f"{boot.name} could load {head.scenario}'s {head.load_id} since {since[key]:.1f} s")
+    deployment.loop.call_later(LOOK_S, _look, deployment, since, context=deployment.loop.outside)
+
+
+def _told_too_often(deployment: Deployment) -> str:
+    told = Counter[tuple[str, str]]()
+    for each in deployment.truth.log:
+        if isinstance(event := each.event, ReceiverFailed) and not event.publication:
+            told[each.boot, event.load_id] += 1
+            times = deployment.spoiler.times[event.load_id]
+            if told[each.boot, event.load_id] > times:
+                return f"{each.boot} says more often than {times} times that it cannot load {event.load_id}"
+    return ""
 
 
 def _lives(deployment: Deployment) -> Iterator[tuple[str, list[Recorded], Restarts]]:

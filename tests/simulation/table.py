@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from tests.simulation.faults import ADAPTERS, ADAPTING, APPENDS, EVENTS, KINDS, LOADS, STRIKES, TRANSFERS
+from tests.simulation.faults import ADAPTERS, ADAPTING, APPENDS, EVENTS, KINDS, LOADS, SPOILED_AT, STRIKES, TRANSFERS
 
 Cell = tuple[str, str]
 
@@ -31,6 +31,7 @@ OF_ADAPTERS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys((*LOADS, "no_proof"), ("TargetPersisted", "EngineStaged", "TransferAborted", "ReceiverVerified")),
     "leak": ("TargetPersisted",),
     "lose": ("ReleaseCommitted", "EngineStaged", "JobDispatched"),
+    "spoil": SPOILED_AT,
 }
 """The same of deployments that train adapters: what falls upon these, and what falls at their events. Everything else
 has its occasion in deployments of the whole model, where it is looked for."""
@@ -44,7 +45,7 @@ def missing(hits: Counter[Cell], adapters: bool = False) -> list[str]:
 
 def table(hits: Counter[Cell], events: Counter[str], adapters: bool = False) -> str:
     """One row per event, one column per fault; `-` where there was no occasion and nothing struck."""
-    kinds, names = ((*KINDS, *ADAPTING), (*EVENTS, *ADAPTERS)) if adapters else (KINDS, EVENTS)
+    kinds, names = ((*KINDS, *ADAPTING, "spoil"), (*EVENTS, *ADAPTERS)) if adapters else (KINDS, EVENTS)
     occasions = OF_ADAPTERS if adapters else OCCASIONS
     lines = [" " * 30 + " ".join(f"{kind[:9]:>9}" for kind in kinds)]
     for event in names:

@@ -6,13 +6,14 @@ Knows: pieces of the real code, and what would be wrong instead of each. Must no
 from __future__ import annotations
 
 from tests.simulation.patching import Edit
-from tests.simulation.searches import ADAPTED, Breakage, under
+from tests.simulation.searches import ADAPTED, Breakage, spoiled, under
 from tests.simulation.shape import Shape
 
 PUBLISHER = "reef_bus.core.reactions.publisher:"
 TRAINER = "reef_bus.core.reactions.trainer:"
 SERVING = "reef_bus.core.serving:"
 RESIDENCY = "reef_bus.core.residency:"
+OWED = "reef_bus.core.reactions.adapters:"
 HELD = "consumers.reef_engine.adapters:Adapters."
 
 TWO = ("math", "code")
@@ -160,6 +161,42 @@ ADAPTERS = (
         "which adapters are there is looked only if that is done before the base model's proof is on its way",
         (Edit("consumers.reef_engine.agent:Agent.react", "or self.adapters.doubted", "or False"),),
         LOST,
+    ),
+    Breakage(
+        "damaged-ends-the-boot",
+        "an engine that cannot read a committed adapter's artifact ends, as if another one could",
+        (
+            Edit(
+                HELD + "_brought",
+                "return self._failed(effect, cause(error), str(error))",
+                "return self._at_fault(effect, cause(error), str(error))",
+            ),
+        ),
+        ADAPTED,
+    ),
+    Breakage(
+        "failing-keeps-others-waiting",
+        "while an adapter's artifact is damaged, its engine loads nothing else",
+        (
+            Edit(
+                OWED + "adapters",
+                "[*_next(world, found, lost, mended), *_awaited(world, found, deadlines, mended)]",
+                "_awaited(world, found, deadlines, mended) or _next(world, found, lost, mended)",
+            ),
+        ),
+        spoiled,
+    ),
+    Breakage(
+        "mended-is-not-loaded",
+        "an artifact that was damaged is not loaded when it can be read again",
+        (Edit(OWED + "_again", "failed.seq in mended", "False"),),
+        spoiled,
+    ),
+    Breakage(
+        "damage-told-again-and-again",
+        "the load of an artifact that is damaged is tried again without looking whether it still is",
+        (Edit(OWED + "_again", "failed.seq in mended", "True"),),
+        spoiled,
     ),
     Breakage(
         "load-given-up-and-forgotten",

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +22,11 @@ from consumers.reef_engine.fault import Fault
 from consumers.reef_engine.server import Server
 from consumers.reef_gateway.router import Router
 from reef_bus.artifacts import ArtifactStore, save_weights
-from reef_bus.backends import Answer, ContinuousBackend, Generated, Generation, Prompt, Stop
+from reef_bus.backends import Answer, ContinuousBackend, Generated, Generation, Pieces, Prompt, Stop
 from reef_bus.config import Adapters, Config
-from reef_bus.core.effects import Debt, LoadAdapter, Me, UnloadAdapter
-from reef_bus.errors import Rejected
-from reef_bus.events import AdapterLeaked, AdapterUnloaded, EngineLeft, EngineStaged, Event, ReceiverFailed
+from reef_bus.core.effects import AwaitArtifact, Debt, LoadAdapter, Me, UnloadAdapter
+from reef_bus.errors import Misfit, Rejected, Unavailable
+from reef_bus.events import AdapterLeaked, AdapterUnloaded, EngineLeft, EngineStaged, Event, Lora, ReceiverFailed
 from tests.facts import CODE, FROZEN, LORA, MATH, L, adapter_trained, digest, leaked, name
 from tests.simulation.adapting import AdapterMemory
 from tests.simulation.faults import Faults, Nemesis
@@ -52,7 +52,7 @@ class Beside:
     def see(self, *history: Step) -> None:
         self.agent.folded(given(*history).world, ())
 
-    async def does(self, effect: LoadAdapter | UnloadAdapter) -> Event | None:
+    async def does(self, effect: LoadAdapter | AwaitArtifact | UnloadAdapter) -> Event | None:
         async with contextlib.AsyncExitStack() as scope:
             return await self.agent.perform(Debt(key="k", effect=effect), scope)
 
@@ -88,6 +88,92 @@ async def test_a_load_that_goes_wrong_is_a_failure_of_the_target_and_ends_a_boot
     word = await beside.does(beside.effect())
     assert isinstance(word, ReceiverFailed) and (word.cause, word.staged, word.scenario) == (cause, True, MATH)
     assert isinstance(await beside.does(beside.effect(publication="")), EngineLeft)
+
+
+def gone(store: ArtifactStore, digest: str) -> None:
+    store.remove(digest)
+
+
+def damaged(store: ArtifactStore, digest: str) -> None:
+    data = store.path(digest).read_bytes()
+    store.path(digest).write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+
+
+def unreadable(store: ArtifactStore, digest: str) -> None:
+    """Put back by somebody whose files are not everybody's, say; here, a folder: nobody can read that."""
+    store.remove(digest)
+    store.path(digest).mkdir()
+
+
+@pytest.mark.parametrize("spoil", [gone, damaged, unreadable])
+@pytest.mark.parametrize("which", ["weights", "manifest"])
+async def test_an_artifact_that_cannot_be_read_is_said_ends_no_boot_and_is_waited_for(
+    tmp_path: Path, spoil: Callable[[ArtifactStore, str], None], which: str
+) -> None:
+    beside = Beside(tmp_path)
+    effect = beside.effect(publication="")
+    digest_ = effect.manifest if which == "manifest" else effect.weights.digest
+    spoil(beside.store, digest_)
+    word = await beside.does(replace(effect, attempt=0))
+    assert isinstance(word, ReceiverFailed) and str(beside.store.path(digest_)) in word.detail
+    assert (word.publication, word.attempt, word.load_id, word.scenario) == ("", 0, L(1), MATH)
+    assert (word.adapter, word.staged, beside.backend.held) == (name(MATH, 1), True, {})
+    look = AwaitArtifact(17, effect.manifest, effect.weights, 0.01, 0.02)
+    waiting = asyncio.create_task(beside.does(look))
+    await asyncio.sleep(0.1)
+    assert not waiting.done() and beside.agent.adapters.mended == frozenset()
+    if spoil is unreadable:
+        beside.store.path(digest_).rmdir()
+    gone(beside.store, digest_)
+    save_weights(beside.store, pieces(M1))
+    assert await waiting is None and beside.agent.adapters.mended == {17}
+    assert isinstance(await beside.does(effect), EngineStaged) and beside.backend.held == {name(MATH, 1): M1}
+
+
+async def test_a_store_that_gives_no_answer_is_the_publishers_to_judge_where_it_is_a_target(tmp_path: Path) -> None:
+    """They have a deadline for it; it may give one in a moment."""
+    beside = Beside(tmp_path)
+    effect = beside.effect()
+    unreadable(beside.store, effect.weights.digest)
+    with pytest.raises(Unavailable, match="cannot read"):
+        await beside.does(effect)
+
+
+class Narrow(AdapterMemory):
+    """It takes adapters of another shape."""
+
+    def load_adapter(self, name: str, tensors: Pieces, lora: Lora) -> None:
+        raise Misfit("mismatch", "rank 8, expected 4")
+
+
+async def test_an_adapter_that_does_not_fit_the_model_ends_no_boot(tmp_path: Path) -> None:
+    beside = Beside(tmp_path)
+    beside.agent.adapters.backend = Narrow(random.Random(2), beside.nemesis, 3)
+    word = await beside.does(beside.effect(publication=""))
+    assert isinstance(word, ReceiverFailed) and (word.publication, word.cause) == ("", "mismatch")
+    assert "rank 8, expected 4" in word.detail
+
+
+async def test_what_is_there_is_proven_whatever_became_of_its_artifact(tmp_path: Path) -> None:
+    beside = Beside(tmp_path)
+    effect = beside.effect(publication="", held=True)
+    beside.backend.held[name(MATH, 1)] = M1
+    for digest_ in (effect.manifest, effect.weights.digest):
+        gone(beside.store, digest_)
+    word = await beside.does(effect)
+    assert isinstance(word, EngineStaged) and (word.tensors, word.bytes) == (2, 0)
+
+
+async def test_looking_for_an_artifact_keeps_nothing_else_of_the_engine_waiting(tmp_path: Path) -> None:
+    beside = Beside(tmp_path)
+    effect = beside.effect(publication="")
+    gone(beside.store, effect.weights.digest)
+    look = AwaitArtifact(17, effect.manifest, effect.weights, 0.0, 0.01)
+    waiting = asyncio.create_task(beside.does(look))
+    other = beside.effect(OTHER, 2, publication="")
+    async with asyncio.timeout(5):
+        assert isinstance(await beside.does(other), EngineStaged)
+    waiting.cancel()
 
 
 async def test_an_unload_waits_for_requests_that_name_the_adapter_and_for_no_others(tmp_path: Path) -> None:

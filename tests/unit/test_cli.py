@@ -25,7 +25,22 @@ from reef_bus.embedded import Lock
 from reef_bus.errors import Rejected, Unavailable
 from reef_bus.events import PublicationRefused
 from reef_bus.views import sentence, status
-from tests.facts import CODE, E0, E1, FROZEN, MATH, NO_LORA, SERVING, leaked, name, released, target, trained
+from tests.facts import (
+    CODE,
+    E0,
+    E1,
+    FROZEN,
+    MATH,
+    NO_LORA,
+    SERVING,
+    adapter_damaged,
+    leaked,
+    name,
+    released,
+    target,
+    trained,
+    unloaded,
+)
 from tests.spec import Scribe, Step
 from tests.unit.test_adapters import ONE
 
@@ -306,6 +321,12 @@ def test_a_status_names_each_scenarios_head_who_answers_with_it_and_what_every_e
         "  resident   math inc:1  (3 at most)",
         "  leaked     math inc:1  (3 at most)",
     ]
+
+
+def test_a_status_says_what_an_engine_cannot_load_why_and_what_to_run() -> None:
+    lines = shown(*FROZEN, *ONE, unloaded("e1", name(MATH, 1)), adapter_damaged("e1", MATH, 1))
+    assert "  failing    math inc:1: no blob at /store/aa" in lines
+    assert lines[-1] == "  run        reef-bus rollback math inc:0 --why …"
 
 
 def test_a_line_says_of_which_scenario_it_is_and_all_of_what_was_said_in_words() -> None:

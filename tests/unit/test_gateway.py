@@ -35,10 +35,26 @@ from reef_bus.errors import ContractError, Rejected, Unavailable
 from reef_bus.events import Blob, Draft, InferenceRecorded, Recorded
 from reef_bus.http import listen
 from reef_bus.journal import RECORDS, MemoryJournal, MemoryStreams
+from reef_bus.producer import SCENARIO
 from reef_bus.samples import TokenRow, decode_rows
-from tests.facts import E0, E1, SERVING, excluded, joined, target, trained
+from tests.facts import (
+    E0,
+    E1,
+    FROZEN,
+    MATH,
+    SERVING,
+    adapter_damaged,
+    excluded,
+    joined,
+    left,
+    name,
+    target,
+    trained,
+    unloaded,
+)
 from tests.loop import until
 from tests.spec import Step, by, given
+from tests.unit.test_adapters import ONE
 
 ROW = TokenRow(prompt=(11, 7, 10), answer=(1, 2), logprobs=(-1.0, -2.0), load_ids=("inc:0", "inc:0"))
 PROMPT = Prompt(ids=(11, 7, 10), max_tokens=2)
@@ -474,6 +490,17 @@ async def test_a_log_that_is_away_is_a_503_in_time(tmp_path: Path, path: str) ->
         body = QUESTION if "chat" in path else {"score": 1, "references": ["rec-1"]}
         async with asyncio.timeout(2), session.post(url + path, json=body) as reply:
             assert reply.status == 503 and "0.2 s" in (await reply.json())["error"]["message"]
+
+
+async def test_a_scenario_whose_adapter_nobody_can_load_is_a_503_that_says_so(tmp_path: Path) -> None:
+    lost = (unloaded("e0", name(MATH, 1)), adapter_damaged("e0", MATH, 1, "no blob at /store/aa: copy it there"))
+    async with gateway(MemoryJournal(MemoryStreams()), tmp_path) as (url, session, found):
+        found.router = Router(session)
+        found.router.moved(world(*FROZEN, *ONE, *lost, left("e1")))
+        async with session.post(f"{url}/v1/chat/completions", json=QUESTION, headers={SCENARIO: MATH}) as reply:
+            said = (await reply.json())["error"]["message"]
+    assert reply.status == 503 and "e0 cannot load math's adapter inc:1: no blob at /store/aa: copy it there" in said
+    assert said.endswith("`reef-bus status` says what to do")
 
 
 async def test_a_defect_is_a_500_in_the_form_that_clients_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,8 @@ import pytest
 from msgspec.structs import replace
 
 from reef_bus.cli_audit import _audit_lines
+from reef_bus.core import reactions
+from reef_bus.core.effects import Deadlines, LoadAdapter, Me
 from reef_bus.core.invariants import Rewards, check
 from reef_bus.core.records import Consumed
 from reef_bus.core.start import WITH_ADAPTERS, compact
@@ -28,17 +30,21 @@ from tests.facts import (
     S,
     adapter_caught_up,
     adapter_committed,
+    adapter_damaged,
+    adapter_failed,
     adapter_rollback_asked,
     adapter_staged,
     adapter_target,
     adapter_trained,
     blob,
     digest,
+    halted,
     holds,
     joined_with,
     leaked,
     m,
     name,
+    of,
     opened,
     trainer_joined,
     unloaded,
@@ -151,6 +157,60 @@ def test_a_boot_that_lacks_a_head_is_a_notice() -> None:
     play = clean()
     play.say(by("e1.3", joined_with("e1")), holds("e1", 0, "base"), adapter_caught_up("e1", MATH, 4, "m1"))
     assert [notice.split(" does ")[1] for notice in play.audit().open] == [f"not hold {CODE}'s head {L(6)} yet"]
+
+
+def damaged() -> AdapterPlay:
+    """A third boot of e1 cannot load math's 4."""
+    play = clean()
+    play.say(by("e1.3", joined_with("e1")), holds("e1", 0, "base"))
+    play.say(adapter_damaged("e1", MATH, 4), adapter_caught_up("e1", CODE, 6, NO_LORA[CODE]))
+    return play
+
+
+def test_what_a_boot_cannot_load_is_a_notice_until_it_was_loaded() -> None:
+    play = damaged()
+    assert [notice.split(" does ")[1] for notice in play.audit().open] == [f"not hold {MATH}'s head {L(4)} yet"]
+    play.say(adapter_damaged("e1", MATH, 4), adapter_caught_up("e1", MATH, 4, "m1"))
+    play.asked(MATH, 4, m("e1", 3))
+    audit = play.audit()
+    assert audit.violations == () and audit.open == ()
+
+
+def test_what_a_boot_cannot_load_takes_no_room() -> None:
+    """There is room for three; code's head and two later releases of math take all of it."""
+    play, both = damaged(), (E0, m("e1", 3))
+    for n, base, goes in ((7, "m1", name(CODE, 5)), (8, "m7", name(MATH, 1))):
+        play.teach(MATH, f"m{n}", base, n, play.asked(MATH, 4 if n == 7 else 7, E0, E0))
+        play.say(unloaded("e0", goes))
+        play.publish(MATH, n, f"m{n}", *both, parent=4 if n == 7 else 7)
+    assert play.audit().violations == ()
+
+
+def test_who_had_no_room_for_a_release_may_prove_what_it_holds_by_another_load_id() -> None:
+    """Nothing is loaded for that, so no room is made: neither for it, nor of the place that the failure counts for."""
+    play = clean()
+    play.teach(MATH, "m3", "m1", 5, play.asked(MATH, 4, E0, E0))
+    play.say(adapter_target(MATH, 7, "m3", E0, parent=4), leaked("e0", name(CODE, 5)))
+    play.say(replace(adapter_failed("e0", MATH, 7), cause="eviction"), *of(MATH, halted(7)))
+    play.say(adapter_rollback_asked(MATH, 4, 4))
+    play.say(adapter_target(MATH, 8, "m1", E0, parent=4, request=play.log[-1].seq))
+    play.say(adapter_staged("e0", MATH, 8, "m1", adapter=name(MATH, 1)))
+    play.committed(MATH, 8, "m1", E0, parent=4)
+    assert play.audit().violations == ()
+
+
+def test_bytes_that_were_lost_may_come_back_under_the_name_that_they_had() -> None:
+    """Between the target of a rollback to them and the word on it: the place is kept under that name."""
+    play = clean()
+    play.say(adapter_rollback_asked(MATH, 4, 4))
+    play.say(adapter_target(MATH, 7, "m1", E0, parent=4, request=play.log[-1].seq))
+    play.say(unloaded("e0", name(MATH, 1), "the engine does not list it"))
+    (debt,) = reactions.engine(given(*(by(r.boot, r.event) for r in play.log)).world, Me("e0", "e0.1"), Deadlines())
+    assert isinstance(debt.effect, LoadAdapter) and (debt.effect.name, debt.effect.held) == (name(MATH, 1), False)
+    play.say(adapter_staged("e0", MATH, 7, "m1", adapter=name(MATH, 1)))
+    play.committed(MATH, 7, "m1", E0, parent=4)
+    play.asked(MATH, 7, E0)
+    assert play.audit().violations == ()
 
 
 # -- corrupted twins
@@ -279,6 +339,14 @@ def parts_with_a_head(play: AdapterPlay) -> None:
     play.edit("AdapterUnloaded", 1, adapter=name(MATH, 1))
 
 
+def cannot_load_what_it_holds(play: AdapterPlay) -> None:
+    play.say(adapter_damaged("e0", CODE, 6))
+
+
+def cannot_load_what_was_never_committed(play: AdapterPlay) -> None:
+    play.say(adapter_damaged("e0", MATH, 2))
+
+
 Corruption = Callable[[AdapterPlay], None]
 
 TWINS: dict[Corruption, set[int | str]] = {
@@ -309,6 +377,8 @@ TWINS: dict[Corruption, set[int | str]] = {
     commits_on_a_word_of_a_second_copy: {7},
     loads_more_than_it_has_room_for: {10},
     parts_with_a_head: {"adapter"},
+    cannot_load_what_it_holds: {"adapter"},
+    cannot_load_what_was_never_committed: {"adapter"},
 }
 
 

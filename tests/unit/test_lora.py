@@ -23,7 +23,7 @@ from consumers.reef_engine.torch_backend import TorchEngine
 from consumers.reef_trainer.lora_backend import LoraTrainer
 from consumers.reef_trainer.torch_backend import Hyper, State
 from reef_bus.backends import Completion, Pieces, Prompt, never
-from reef_bus.errors import ContractError, Rejected, TransferError
+from reef_bus.errors import ContractError, Misfit, Rejected
 from reef_bus.events import Lora
 from reef_bus.lora import adapted, shapes, targeted, zero_adapter
 from reef_bus.manifest import describe
@@ -295,7 +295,7 @@ class TestEngine:
         engine, state = engine_over(base), trained(trainer)
         name = next(iter(state.weights))
         bad = pieces({**state.weights, name: torch.full_like(state.weights[name], math.inf)})
-        with pytest.raises(TransferError, match=r"q_proj.*infinity"):
+        with pytest.raises(Misfit, match=r"q_proj.*infinity"):
             engine.load_adapter("a", bad, LORA)
         assert engine.resident() == frozenset()
 

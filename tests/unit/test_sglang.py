@@ -17,7 +17,7 @@ import msgspec
 import pytest
 import safetensors.numpy
 
-from consumers.reef_engine.sglang.adapters import incomplete, layouts
+from consumers.reef_engine.sglang.adapters import Held, incomplete, layouts
 from consumers.reef_engine.sglang.backend import SGLangEngine
 from consumers.reef_engine.sglang.borrowed import _differs, _holds_none
 from consumers.reef_engine.sglang.client import Client, words
@@ -25,9 +25,9 @@ from consumers.reef_engine.sglang.launch import SHIMS, adapter_flags, environmen
 from consumers.reef_engine.sglang.limits import Limits
 from consumers.reef_engine.sglang.room import Room, place
 from consumers.reef_engine.sglang.sums import Oracle, Sums, flaw
-from reef_bus.backends import Prompt
+from reef_bus.backends import Piece, Prompt
 from reef_bus.config import OPTIONS, Inference, build
-from reef_bus.errors import Rejected, TransferError, Unavailable
+from reef_bus.errors import Misfit, Rejected, TransferError, Unavailable
 from reef_bus.events import Lora
 from reef_bus.model_folder import read_policy_config, write_model_folder
 from reef_bus.policy import PolicyConfig
@@ -208,6 +208,51 @@ def test_ranks_on_a_cpu_share_its_cores(tmp_path: Path, monkeypatch: pytest.Monk
     assert environment("cpu", tmp_path, 2)["SGLANG_CPU_OMP_THREADS_BIND"] == "3|3"
     assert "SGLANG_CPU_OMP_THREADS_BIND" not in environment("cpu", tmp_path)
     assert "SGLANG_CPU_OMP_THREADS_BIND" not in environment("cuda", tmp_path, 2)
+
+
+class Mute:
+    """A server that holds nothing, and must not be sent anything."""
+
+    def get(self, route: str) -> Any:
+        return {"data": []}
+
+
+def held(model: Path, folder: Path) -> Held:
+    room = Room(model, folder)
+    room.fit({"model.layers.0.mlp.down_proj.weight": ("F32", (4, 6), 96)})
+    config = build("test", {"adapters": {"scenarios": ["a"], "rank": 2, "targets": ["down_proj"], "capacity": 2}})
+    return Held(Mute(), room, None, config, "cpu")  # type: ignore[arg-type]
+
+
+def down(rank: int) -> dict[str, Piece]:
+    name = "base_model.model.model.layers.0.mlp.down_proj.lora_"
+    sides = {f"{name}A.weight": (rank, 6), f"{name}B.weight": (4, rank)}
+    return {each: Piece("F32", shape, memoryview(bytes(4 * shape[0] * shape[1]))) for each, shape in sides.items()}
+
+
+@pytest.mark.parametrize(
+    ("tensors", "lora", "said"),
+    [
+        (down(1), Lora(2, 4, ("down_proj",)), "expected"),
+        (down(3), Lora(3, 4, ("down_proj",)), "the server was started for"),
+        (dict(list(down(2).items())[:1]), Lora(2, 4, ("down_proj",)), "is missing"),
+    ],
+    ids=["another shape", "another rank", "half of it"],
+)
+def test_an_adapter_of_another_model_is_told_from_a_server_that_takes_none_now(
+    model: Path, tmp_path: Path, tensors: dict[str, Piece], lora: Lora, said: str
+) -> None:
+    """The first is so for every boot, and the server hears nothing of it; the second, for this one."""
+    server = held(model, tmp_path / "room")
+    with pytest.raises(Misfit, match=said):
+        server.load("new", tensors, lora)
+    for name in ("one", "other"):
+        server.room.keep(name, [b""])
+    for name, why in (("one", "holds one of this name"), ("new", "holds 2 already")):
+        with pytest.raises(TransferError, match=why) as found:
+            server.load(name, tensors, lora)
+        assert not isinstance(found.value, Misfit)
+    server.room.close()
 
 
 # -- the room

@@ -18,7 +18,7 @@ from consumers.reef_engine.sglang.room import Room
 from reef_bus.backends import Layout, Pieces, Proof
 from reef_bus.checkpoint import METADATA
 from reef_bus.config import Config
-from reef_bus.errors import Rejected, TransferError, Unavailable
+from reef_bus.errors import Misfit, Rejected, TransferError, Unavailable
 from reef_bus.events import Lora
 from reef_bus.manifest import describe
 from reef_bus.safetensors_file import encoded, mapped
@@ -47,8 +47,10 @@ class Held:
 
     def load(self, name: str, tensors: Pieces, lora: Lora) -> None:
         manifest = describe(tensors)
-        if flaw := self._unfit(name, manifest.layouts(), lora):
-            raise TransferError("mismatch", f"adapter {name}: {flaw}")
+        if flaw := self._full(name):
+            raise TransferError("refused", f"adapter {name}: {flaw}")
+        if flaw := self._unfit(manifest.layouts(), lora):
+            raise Misfit("mismatch", f"adapter {name}: {flaw}")
         self._kept(name, encoded(manifest, tensors, METADATA))
         sent = moves.pickled(moves.tensors(self.room.adapter(name)))
         sums = {each: hashlib.sha256(piece.data).hexdigest() for each, piece in tensors.items()}
@@ -68,12 +70,17 @@ class Held:
         except Unavailable as error:  # what the server holds now is for a proof to say, or for an unload
             raise TransferError("closed", str(error)) from error
 
-    def _unfit(self, name: str, found: Mapping[str, Layout], lora: Lora) -> str:
+    def _full(self, name: str) -> str:
+        """Why this server takes no adapter of that name, whatever it is."""
         held = self.room.adapters()
         if name in held | self.listed():
             return "the server holds one of this name"
         if len(held) >= self.adapters.most():
             return f"the server holds {len(held)} already, and adapters.capacity is {self.adapters.most()}"
+        return ""
+
+    def _unfit(self, found: Mapping[str, Layout], lora: Lora) -> str:
+        """Why no server that is started as this one takes it."""
         if lora.rank > self.adapters.rank or not set(lora.targets) <= set(self.adapters.targets):
             return f"found {lora}, and the server was started for {self.adapters.lora()}"
         return incomplete(lora.targets) or _differs(dict(layouts(self.room.layouts, lora)), found)

@@ -18,7 +18,8 @@ class Violation(msgspec.Struct, frozen=True, kw_only=True):
     `invariant` is a number of section 8, or a name: `fold` (the log contradicts itself), `gap` (a stream's sequences
     have holes), `decision` (something undecided was published), `report` (reports that point nowhere, or changed),
     `reward` (a job trained on other figures than were recorded), `frozen` (the base model of adapters was trained or
-    published), `adapter` (one was told to go that answers requests, or came in another way than adapters do).
+    published), `adapter` (one was told to go that answers requests, came in another way than adapters do, or is said
+    not to be loadable by who holds it, or has no need of it).
     """
 
     invariant: int | str

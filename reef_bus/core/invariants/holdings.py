@@ -32,10 +32,11 @@ Turns = list[int]
 
 class Boot(msgspec.Struct):
     """What one boot said: how many adapters it holds at most, the load ids that it proved by the name they go under,
-    and every name that may take a place in it."""
+    those that it last had under a name when that was `gone`, and every name that may take a place in it."""
 
     capacity: int | None
     proven: dict[str, list[str]] = {}
+    gone: dict[str, list[str]] = {}
     taken: set[str] = set()
     turns: dict[str, Turns] = {}
 
@@ -76,7 +77,8 @@ def stage(holdings: Holdings, recorded: Recorded, event: EngineStaged, findings:
 
 
 def _prove(boot: Boot, recorded: Recorded, event: EngineStaged, findings: Findings) -> None:
-    if boot.capacity is not None and len(boot.taken) > boot.capacity:
+    loaded = not boot.proven.get(event.adapter)  # what it had proved to hold is only proven again
+    if loaded and boot.capacity is not None and len(boot.taken) > boot.capacity:
         said = f"{event.engine} boot {recorded.boot} holds {len(boot.taken)} adapters from LOG {recorded.seq} on"
         findings.add(10, f"{said}; it has room for {boot.capacity}", [recorded.seq])
     names = boot.proven.setdefault(event.adapter, [])
@@ -87,25 +89,38 @@ def _prove(boot: Boot, recorded: Recorded, event: EngineStaged, findings: Findin
 
 def _flaw(holdings: Holdings, boot: Boot, event: EngineStaged) -> str:
     """An adapter goes under a name of its own, or under that of the same bytes of its scenario, which the boot had
-    proved to hold."""
+    proved to hold, or to have held when it was gone."""
     named = holdings.targets.get(event.load_id)
     if named != (event.scenario, event.manifest):
         return f"says that {event.load_id} is {event.manifest} of {event.scenario!r}; its target says {named}"
-    known = boot.proven.get(event.adapter, [])
+    known = boot.proven.get(event.adapter) or boot.gone.get(event.adapter, [])
     if event.adapter != adapter_name(event.scenario, event.load_id) and named not in map(holdings.targets.get, known):
         return f"calls {event.load_id} {event.adapter}, of which it has proved {known}"
     return ""
 
 
-def fail(holdings: Holdings, recorded: Recorded, event: ReceiverFailed) -> None:
+def fail(holdings: Holdings, recorded: Recorded, event: ReceiverFailed, findings: Findings) -> None:
     boot = holdings.boots.get(recorded.boot)
     if boot is None or not event.adapter:
+        return
+    if not event.publication:
+        _miss(holdings, boot, recorded, event, findings)
         return
     boot.taken.add(event.adapter)
     for names in boot.proven.values():
         if event.load_id in names:
             names.remove(event.load_id)
             boot.turns[event.load_id].append(recorded.seq)
+
+
+def _miss(holdings: Holdings, boot: Boot, recorded: Recorded, event: ReceiverFailed, findings: Findings) -> None:
+    """An artifact that its engine was given nothing of: it takes no place, and nothing away. Nobody loads what was
+    never the scenario's head, or what it had proved to hold."""
+    said = f"{event.engine} boot {recorded.boot} says at LOG {recorded.seq} that it cannot load {event.load_id}"
+    if event.load_id not in (load_id for _, load_id in holdings.heads.get(event.scenario, ())):
+        findings.add("adapter", f"{said}, which was never the head of {event.scenario!r}", [recorded.seq])
+    elif any(event.load_id in load_ids for load_ids in boot.proven.values()):
+        findings.add("adapter", f"{said}, which it had proved to hold", [recorded.seq])
 
 
 def unload(holdings: Holdings, recorded: Recorded, event: AdapterUnloaded | AdapterLeaked, findings: Findings) -> None:
@@ -118,9 +133,10 @@ def unload(holdings: Holdings, recorded: Recorded, event: AdapterUnloaded | Adap
     if told and (current := heads.intersection(boot.proven.get(event.adapter, ()))):
         said = f"{event.engine} boot {recorded.boot} was told at LOG {recorded.seq} to unload {event.adapter}"
         findings.add("adapter", f"{said}, which is the head {', '.join(sorted(current))}", [recorded.seq])
-    _undo(boot, recorded.seq, event.adapter)
     if type(event) is AdapterUnloaded:
         boot.taken.discard(event.adapter)
+        boot.gone[event.adapter] = boot.proven.get(event.adapter, [])
+    _undo(boot, recorded.seq, event.adapter)
 
 
 def _undo(boot: Boot, seq: int, name: str) -> None:

@@ -87,7 +87,7 @@ def _report(ledger: Ledger, recorded: Recorded, event: EngineStaged | ReceiverVe
     elif type(event) is ReceiverFailed and not event.staged:
         ledger.held.pop(recorded.boot, None)
     elif type(event) is ReceiverFailed:
-        holdings.fail(ledger.holdings, recorded, event)
+        holdings.fail(ledger.holdings, recorded, event, ledger.findings)
 
 
 def _prove(ledger: Ledger, recorded: Recorded, event: ReceiverVerified) -> None:

@@ -1,13 +1,16 @@
 """What the agent of an engine owes of LoRA adapters: committed ones first, then that which is being published.
 
 Knows: the world, one engine's residency. Must not know: how an adapter is loaded, or who asks for it.
-One thing at a time: each fact of it may change what the next one is.
+One thing at a time: each fact of it may change what the next one is. What has an artifact that cannot be loaded comes
+last, once that can be read, so that nothing else waits for it; whether it can is looked for beside everything else.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from reef_bus.core import residency
-from reef_bus.core.effects import Append, Debt, LoadAdapter, UnloadAdapter
+from reef_bus.core.effects import Append, AwaitArtifact, Deadlines, Debt, LoadAdapter, UnloadAdapter
 from reef_bus.core.ids import adapter_name
 from reef_bus.core.membership import Engine
 from reef_bus.core.publication import Publication, Release
@@ -15,13 +18,22 @@ from reef_bus.core.residency import Refused
 from reef_bus.core.world import World
 from reef_bus.events import AdapterUnloaded, EngineLeft, Event, Lora, Member, ReceiverFailed
 
+FIRST_S = 0.3
+"""After which an artifact is first looked for again; twice as long after each load of it that failed all the same."""
 
-def adapters(world: World, found: Engine, lost: frozenset[str]) -> list[Debt]:
+
+def adapters(
+    world: World, found: Engine, deadlines: Deadlines, lost: frozenset[str], mended: frozenset[int]
+) -> list[Debt]:
     """For an engine that holds the head of the base model."""
-    state = found.residency
-    if state is None:
+    if found.residency is None:
         return []
-    owed = _committed(world, found) or _published(world, found)
+    return [*_next(world, found, lost, mended), *_awaited(world, found, deadlines, mended)]
+
+
+def _next(world: World, found: Engine, lost: frozenset[str], mended: frozenset[int]) -> list[Debt]:
+    state = _state(found)
+    owed = _committed(world, found) or _published(world, found) or _again(world, found, mended)
     for name in sorted(residency.reconcile(state, state.slots.keys() - lost).lost):
         if owed and owed[0].effect == UnloadAdapter(name):
             return owed  # it is lost because it was unloaded, which whoever did so says
@@ -30,18 +42,47 @@ def adapters(world: World, found: Engine, lost: frozenset[str]) -> list[Debt]:
     return owed
 
 
-def _committed(world: World, found: Engine) -> list[Debt]:
-    """The first scenario whose head is not there, and can be. A head that is being rolled back may be the very one that
-    nobody can load: it is not owed meanwhile, or no boot would live to receive what takes its place."""
+def _missing(world: World, found: Engine) -> Iterator[Release]:
+    """Heads that are not there. One that is being rolled back may be the very one that nobody can load: it is not owed
+    meanwhile, or no boot would live to receive what takes its place."""
     open_ = world.publications.open
     leaving = open_.scenario if open_ and open_.request else ""
     for scenario, head in world.publications.adapters.items():
-        adapter = world.training.adapters[scenario]
         if head.parent and scenario != leaving and not residency.served(_state(found), scenario):
-            debts = _load(found, head, adapter.lora, max(found.joined, head.seq))
+            yield head
+
+
+def _committed(world: World, found: Engine) -> list[Debt]:
+    """The first of them for which there is room, and whose artifact was not to blame."""
+    for head in _missing(world, found):
+        if head.scenario not in found.failing:
+            debts = _load(found, head, world.training.adapters[head.scenario].lora, max(found.joined, head.seq))
             if debts:
                 return debts
     return []
+
+
+def _again(world: World, found: Engine, mended: frozenset[int]) -> list[Debt]:
+    for head in _missing(world, found):
+        failed = found.failing.get(head.scenario)
+        if failed and failed.seq in mended:
+            debts = _load(found, head, world.training.adapters[head.scenario].lora, failed.seq)
+            if debts:
+                return debts
+    return []
+
+
+def _awaited(world: World, found: Engine, deadlines: Deadlines, mended: frozenset[int]) -> list[Debt]:
+    """Beside whatever else is owed, for it touches nothing that anybody serves. However often what can be read fails
+    all the same, the log grows with the logarithm of the time that this takes, and by no clock."""
+    debts = []
+    for head in _missing(world, found):
+        failed = found.failing.get(head.scenario)
+        if failed and failed.seq not in mended:
+            first_s = FIRST_S * 2 ** (failed.tries - 1)
+            wait = AwaitArtifact(failed.seq, head.manifest, head.weights, first_s, deadlines.verify_s)
+            debts.append(Debt(key=f"artifact/{head.load_id}/{failed.seq}", effect=wait, cause=failed.seq))
+    return debts
 
 
 def _published(world: World, found: Engine) -> list[Debt]:

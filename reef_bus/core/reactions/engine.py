@@ -32,10 +32,12 @@ def engine(
     *,
     written: bool = False,
     lost: frozenset[str] = frozenset(),
+    mended: frozenset[int] = frozenset(),
     out: tuple[str, ...] = (),
 ) -> list[Debt]:
     """What the agent of one engine owes. What no log can know: `written`, its memory is not what it last proved;
-    `lost`, the adapters that the engine lists no more; and which regions of its memory are `out`, really."""
+    `lost`, the adapters that the engine lists no more; `mended`, its words on artifacts that can be read by now; and
+    which regions of its memory are `out`, really."""
     if not world.incarnation:
         return []
     found = world.membership.engines.get(me.id)
@@ -50,7 +52,9 @@ def engine(
         return lend(world, found)
     if away := take_back(world, found, out):
         return away
-    return _head(world, found, written) or adapters(world, found, lost) or _staging(world, me, open_, deadlines)
+    if head := _head(world, found, written):
+        return head
+    return adapters(world, found, deadlines, lost, mended) or _staging(world, me, open_, deadlines)
 
 
 def _attempt(world: World, me: Me, open_: Publication, deadlines: Deadlines) -> list[Debt]:

@@ -69,8 +69,9 @@ async def read_history(journal: Journal, store: ArtifactStore | None = None) -> 
     Raises ContractError at an event that cannot be read; Unavailable when a leader does not answer, or LOG never rests.
     """
     heads = await _moment(journal)
-    log = await read_stream(journal, LOG, heads[0])
-    records = await read_stream(journal, RECORDS, heads[1])
+    with without_collector():
+        log = await read_stream(journal, LOG, heads[0])
+        records = await read_stream(journal, RECORDS, heads[1])
     start = start_of(log[0], store.get if store else nowhere) if log else None
     return History(log, records, await blocking(_batches, store, log) if store else None, start)
 

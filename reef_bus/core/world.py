@@ -83,13 +83,14 @@ def fold(world: World, recorded: Recorded) -> str:
     family = recorded.event.chain
     tail = world.tails.get(family) or Tail()
     void = why_void(tail, recorded)
-    if not void:
+    if void:
+        world.void += 1
+    else:
         _check(world, recorded)
         _evolve(world, recorded)
     world.tails[family] = tail
-    advance(tail, recorded, void=bool(void))
+    advance(tail, recorded, void=void != "")
     world.seq, world.last_id, world.time = recorded.seq, recorded.id, recorded.time
-    world.void += bool(void)
     return void
 
 
@@ -100,10 +101,10 @@ def _evolve(world: World, recorded: Recorded) -> None:
             training.evolve(world.training, recorded)
             if type(event) is ScenarioRegistered:
                 publication.register(world.publications, world.incarnation, recorded, event)
-            if type(event) is AdapterRegistered:
+            elif type(event) is AdapterRegistered:
                 publication.register_adapter(world.publications, world.incarnation, recorded, event)
                 adapters.registered(world.membership, world.publications, event)
-            if type(event) is CandidateSelected:
+            elif type(event) is CandidateSelected:
                 world.queue = waiting(world, [*world.queue, event.candidate])
         case "release":
             if type(event) is TargetPersisted:
@@ -129,7 +130,8 @@ def _evolve(world: World, recorded: Recorded) -> None:
             world.requests[recorded.seq] = msgspec.structs.replace(asked, refused=why)
             if not why and asked.name == "JobRestoreRequested":
                 world.handover = memory.again(world.handover, recorded, asked.about)
-    world.handover = memory.evolve(world.handover, recorded)
+    if world.handover is not None or type(event) is JobDispatched:
+        world.handover = memory.evolve(world.handover, recorded)
     if world.requests:
         requests.answered(world.requests, event)
         _overtake(world)

@@ -1,27 +1,31 @@
-"""How fast an export is audited: `python -m tests.bench.audit [--json] [--events N] [--answers N] [--keep FILE]`.
+"""How fast a history is audited: `python -m tests.bench.audit [--json] [--events N] [--answers N] [--keep FILE]`, and
+with `--live` one that a server holds.
 
 Knows: a long clean history in the shape of real ones, and a stopwatch. Must not know: how the audit works.
-Figures are medians in events a second, LOG and RECORDS together (the fold: of LOG alone). A machine is told by its
-load, and by one pass of `json.loads` over the same file in the same run: ratios to that pass can be compared between
-machines, events a second cannot.
+Figures are medians in events a second, LOG and RECORDS together (the fold: of LOG alone), by the clock and by the
+processor time of the busiest process. A machine is told by its load, and by one pass of `json.loads` over the same file
+in the same run (live: by the client's own receiving): ratios to that can be compared between machines, events a second
+cannot.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import gc
 import json
 import os
+import resource
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
-from reef_bus.audit import History, audit_export, audit_history, read_export, write_export
+from reef_bus.audit import History, audit_export, audit_history, read_export, read_history, write_export
 from reef_bus.core.ids import derived
 from reef_bus.core.invariants import Consumption, Trained
 from reef_bus.core.world import World, fold
@@ -34,6 +38,7 @@ from reef_bus.events import (
     Recorded,
     ReportReceived,
 )
+from tests.bench.live import receive_alone, served
 from tests.facts import (
     E0,
     E1,
@@ -220,11 +225,32 @@ def audit(path: Path) -> None:
     assert result.void_events and not result.violations and not result.unchecked, result
 
 
-def seconds(work: Callable[[], object]) -> float:
+class Spent(NamedTuple):
+    """Seconds: by the clock, and by the busiest of the processors, as one process uses no more than one of them."""
+
+    wall: float
+    cpu: float
+
+
+def _clock() -> tuple[float, float, float]:
+    others = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return time.perf_counter(), time.process_time(), others.ru_utime + others.ru_stime
+
+
+def spent(work: Callable[[], object]) -> Spent:
     gc.collect()
-    begin = time.perf_counter()
+    begin = _clock()
     work()
-    return time.perf_counter() - begin
+    wall, own, others = (now - then for now, then in zip(_clock(), begin, strict=True))
+    return Spent(wall, max(own, others))
+
+
+async def spent_waiting(work: Callable[[], Awaitable[object]]) -> Spent:
+    gc.collect()
+    begin = _clock()
+    await work()
+    wall, own, _ = (now - then for now, then in zip(_clock(), begin, strict=True))
+    return Spent(wall, own)  # but for the server's
 
 
 def measure(path: Path) -> dict[str, Any]:
@@ -237,39 +263,75 @@ def measure(path: Path) -> dict[str, Any]:
         "check": lambda: audit_history(held),
         "audit": lambda: audit(path),
     }
-    rounds = [{name: seconds(work) for name, work in works.items()} for _ in range(RUNS)]
-    medians = {name: statistics.median(each[name] for each in rounds) for name in works}
-    events = {**dict.fromkeys(works, len(held.log) + len(held.records)), "fold": len(held.log)}
+    rounds = [{name: spent(work) for name, work in works.items()} for _ in range(RUNS)]
+    return {"bytes": path.stat().st_size, **table(held, rounds)}
+
+
+async def measure_live(written: History) -> dict[str, Any]:
+    """The same of what a server holds: received and not looked at, read, audited once it is read."""
+    async with served(written) as journal:
+        held = await read_history(journal)
+
+        async def audit_all() -> None:
+            assert not audit_history(await read_history(journal)).violations
+
+        works: dict[str, Callable[[], Awaitable[object]]] = {
+            "receive": lambda: receive_alone(journal),
+            "read": lambda: read_history(journal),
+            "audit": audit_all,
+        }
+        rounds = [{name: await spent_waiting(work) for name, work in works.items()} for _ in range(RUNS)]
+    return table(held, rounds)
+
+
+def table(held: History, rounds: list[dict[str, Spent]]) -> dict[str, Any]:
+    """Medians; ratios of time by the clock to the first work's."""
+    walls = {name: statistics.median(each[name].wall for each in rounds) for name in rounds[0]}
+    cpus = {name: statistics.median(each[name].cpu for each in rounds) for name in rounds[0]}
+    events = {**dict.fromkeys(walls, len(held.log) + len(held.records)), "fold": len(held.log)}
+    first = next(iter(walls))
     return {
         "log_events": len(held.log),
         "records": len(held.records),
         "batches": len(held.batches or {}),
-        "bytes": path.stat().st_size,
         "load": [round(each, 2) for each in os.getloadavg()],
-        "events_per_s": {name: round(events[name] / median) for name, median in medians.items()},
-        "ratio": {name: round(medians["json.loads"] / median, 2) for name, median in medians.items()},
+        "events_per_s": {name: round(events[name] / wall) for name, wall in walls.items()},
+        "events_per_cpu_s": {name: round(events[name] / cpu) for name, cpu in cpus.items()},
+        "ratio": {name: round(walls[first] / wall, 2) for name, wall in walls.items()},
         "cores": os.cpu_count(),
     }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="how fast an export is audited")
+    parser = argparse.ArgumentParser(description="how fast an export, or a live log, is audited")
     parser.add_argument("--json", action="store_true", help="one JSON object")
     parser.add_argument("--events", type=int, default=250_000, help="of the history, LOG and RECORDS")
     parser.add_argument("--answers", type=int, default=1, help="for every job; real jobs have a few dozen")
     parser.add_argument("--keep", type=Path, help="also keep the export here")
+    parser.add_argument("--live", action="store_true", help="from a server on loopback, instead of from an export")
     args = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        path = args.keep or Path(folder, "history.jsonl")
-        write_export(history(args.events, args.answers), path)
-        found = measure(path)
-    if args.json:
+    written = history(args.events, args.answers)
+    if args.live:
+        found = asyncio.run(measure_live(written))
+    else:
+        with tempfile.TemporaryDirectory() as folder:
+            path = args.keep or Path(folder, "history.jsonl")
+            write_export(written, path)
+            del written
+            found = measure(path)
+    show(found, as_json=args.json)
+
+
+def show(found: dict[str, Any], *, as_json: bool) -> None:
+    if as_json:
         print(json.dumps(found))
         return
     print(f"{found['log_events']} LOG events, {found['records']} records, {found['batches']} batches", end="; ")
-    print(f"{found['bytes'] / 1e6:.0f} MB; load {found['load']}; medians of {RUNS}")
+    print(f"load {found['load']}; medians of {RUNS}")
+    first = next(iter(found["ratio"]))
     for name, rate in found["events_per_s"].items():
-        print(f"{name:<11} {rate:>8} events/s   {found['ratio'][name]:>5.2f} x json.loads")
+        of_cpu = found["events_per_cpu_s"][name]
+        print(f"{name:<11} {rate:>8} events/s {of_cpu:>8} by processor time {found['ratio'][name]:>6.2f} x {first}")
 
 
 if __name__ == "__main__":

@@ -166,6 +166,23 @@ async def test_what_is_there_is_proven_whatever_became_of_its_artifact(tmp_path:
     assert isinstance(word, EngineStaged) and (word.tensors, word.bytes) == (2, 0)
 
 
+async def test_it_is_looked_for_less_and_less_often_and_never_less_often_than_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    beside, pauses = Beside(tmp_path), list[float]()
+    effect = beside.effect(publication="")
+    gone(beside.store, effect.weights.digest)
+
+    async def passes(seconds: float) -> None:
+        pauses.append(seconds)
+        if len(pauses) == 6:
+            save_weights(beside.store, pieces(M1))
+
+    monkeypatch.setattr(asyncio, "sleep", passes)
+    assert await beside.does(AwaitArtifact(17, effect.manifest, effect.weights, 0.5, 3.0)) is None
+    assert pauses == [0.5, 1.0, 2.0, 3.0, 3.0, 3.0]
+
+
 async def test_looking_for_an_artifact_keeps_nothing_else_of_the_engine_waiting(tmp_path: Path) -> None:
     beside = Beside(tmp_path)
     effect = beside.effect(publication="")

@@ -186,8 +186,13 @@ def _verify(store: ArtifactStore, plan: Plan) -> None:
         world = folded(read_export(path))
     start = encode_start(start_after(world, store))
     found, wanted = (world.seq, world.last_id), (opened.predecessor_seq, opened.predecessor_id)
-    if found != wanted or assured is None or start != store.get(assured.digest):
+    if found != wanted:
         raise ContractError(f"{plan.archive} folds to {found}, the log to {wanted}; nothing was deleted")
+    if assured is None or start != store.get(assured.digest):
+        raise ContractError(
+            f"the start in {PLAN_FILE} is not what this version makes of the log: another one wrote it, or it is "
+            f"damaged. Nothing was deleted; remove {PLAN_FILE}, and roll again"
+        )
 
 
 def _readable(store: ArtifactStore, plan: Plan) -> AbstractContextManager[Path]:

@@ -166,8 +166,9 @@ def _waiting_for_an_artifact(world: World, scenario: str, now: int) -> dict[str,
     found = [engine for engine in serving(world) if scenario in engine.failing]
     failed = min((engine.failing[scenario] for engine in found), key=lambda each: each.since)
     then = (
-        f"it loads {scenario}'s adapter {head.load_id} as soon as its artifact can be read; nothing else waits for "
-        f"that. It said: {failed.why}. Copy it there again, or go back to an earlier release"
+        f"it loads {scenario}'s adapter {head.load_id} as soon as it can; nothing else waits for that. It said: "
+        f"{failed.why}. Mend that: copy a blob there again, start an engine anew that was started for other adapters; "
+        "or go back to an earlier release"
     )
     on = ", ".join(engine.id for engine in found)
     return _wait(on, failed.since, now, then, f"reef-bus rollback {scenario} {head.parent} --why …")

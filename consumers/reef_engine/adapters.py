@@ -52,6 +52,7 @@ class Adapters:
         self._received = received
         self._leases = collections.Counter[str]()
         self._released = asyncio.Event()
+        self._looking = asyncio.Lock()  # a store that hangs takes one thread, and not those that generate, too
 
     def most(self) -> int:
         """How many of them are held at most."""
@@ -189,7 +190,8 @@ class Adapters:
         while True:
             await asyncio.sleep(pause)
             try:
-                await blocking(self._read, effect)
+                async with self._looking:
+                    await blocking(self._read, effect)
             except UNREAD:
                 pause = min(2 * pause, effect.every_s)
             else:

@@ -13,13 +13,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from reef_bus import cli_keep, roll
 from reef_bus.artifacts import ArtifactStore
 from reef_bus.audit import read_export
 from reef_bus.cli import main
-from reef_bus.core.start import decode_start
+from reef_bus.core.start import decode_start, encode_start
 from reef_bus.embedded import Lock, NatsServer
 from reef_bus.errors import ContractError, Rejected, Unavailable
 from reef_bus.events import Draft, LogOpened
@@ -280,6 +281,26 @@ def test_a_damaged_archive_deletes_nothing(state: Path, capsys: Capture, monkeyp
     code, _, err = said(capsys, "log", "roll", "--state", str(state))
     assert code == 2 and f"{archive} is not the archive that was written" in err
     assert len(events(capsys, state)) == 19
+
+
+def test_a_roll_that_another_version_began_is_begun_anew(
+    state: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patched:
+        interrupted(patched, JetStreamJournal, "drop", False)
+        assert said(capsys, "log", "roll", "--state", str(state))[0] == 3
+    path, store = state / "run" / "roll.json", ArtifactStore(state / "artifacts")
+    plan = msgspec.json.decode(path.read_bytes(), type=roll.Plan)
+    assert plan.opened.start is not None
+    other = store.put(encode_start(msgspec.structs.replace(decode_start(store.get(plan.opened.start.digest)), floor=0)))
+    opened = msgspec.structs.replace(plan.opened, start=other)
+    path.write_bytes(msgspec.json.encode(msgspec.structs.replace(plan, opened=opened)))
+    code, _, err = said(capsys, "log", "roll", "--state", str(state))
+    assert code == 2 and "another one wrote it" in err and "remove roll.json, and roll again" in err
+    assert len(events(capsys, state)) == 19
+    path.unlink()
+    assert said(capsys, "log", "roll", "--state", str(state))[0] == 0
+    assert len(events(capsys, state)) == 1
 
 
 def test_a_lost_start_is_named(state: Path, capsys: Capture) -> None:

@@ -180,6 +180,15 @@ def test_a_person_hears_which_engine_cannot_load_what_and_why_since_when_and_wha
     assert f"{MATH}'s adapter {L(1)}" in found["next"] and WHY in found["next"]
 
 
+def test_of_several_engines_a_person_hears_the_first_word() -> None:
+    later = Said(joined_with("e0"), "e0.2", after_s=4)
+    words = (holds("e0", 0, "base"), adapter_damaged("e0", MATH, 1, "another"), adapter_caught_up("e0", CODE, 2, "c1"))
+    steps = (*AGAIN, by("e1.2", adapter_damaged("e1", MATH, 1, WHY)), *BACK, later, *(by("e0.2", w) for w in words))
+    story = given(*steps)
+    found = waiting(story.world, story.now + 2 * SECOND, Policy())
+    assert (found["on"], found["since_s"], WHY in found["next"]) == ("e0, e1", 6.0, True)
+
+
 def test_the_status_of_an_engine_names_what_it_cannot_load_and_not_what_another_boot_could_not() -> None:
     steps = (*AGAIN, by("e1.2", adapter_damaged("e1", MATH, 1, WHY)), *BACK)
     engines = status(given(*steps).world, 0, Policy())["engines"]

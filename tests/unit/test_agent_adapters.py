@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from reef_bus.core.effects import AwaitArtifact, Debt, LoadAdapter, Me, UnloadAd
 from reef_bus.errors import Misfit, Rejected, Unavailable
 from reef_bus.events import AdapterLeaked, AdapterUnloaded, EngineLeft, EngineStaged, Event, Lora, ReceiverFailed
 from tests.facts import CODE, FROZEN, LORA, MATH, L, adapter_trained, digest, leaked, name
+from tests.loop import until
 from tests.simulation.adapting import AdapterMemory
 from tests.simulation.faults import Faults, Nemesis
 from tests.simulation.hands import pieces
@@ -164,6 +166,23 @@ async def test_what_is_there_is_proven_whatever_became_of_its_artifact(tmp_path:
     assert isinstance(word, EngineStaged) and (word.tensors, word.bytes) == (2, 0)
 
 
+async def test_it_is_looked_for_less_and_less_often_and_never_less_often_than_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    beside, pauses = Beside(tmp_path), list[float]()
+    effect = beside.effect(publication="")
+    gone(beside.store, effect.weights.digest)
+
+    async def passes(seconds: float) -> None:
+        pauses.append(seconds)
+        if len(pauses) == 6:
+            save_weights(beside.store, pieces(M1))
+
+    monkeypatch.setattr(asyncio, "sleep", passes)
+    assert await beside.does(AwaitArtifact(17, effect.manifest, effect.weights, 0.5, 3.0)) is None
+    assert pauses == [0.5, 1.0, 2.0, 3.0, 3.0, 3.0]
+
+
 async def test_looking_for_an_artifact_keeps_nothing_else_of_the_engine_waiting(tmp_path: Path) -> None:
     beside = Beside(tmp_path)
     effect = beside.effect(publication="")
@@ -174,6 +193,31 @@ async def test_looking_for_an_artifact_keeps_nothing_else_of_the_engine_waiting(
     async with asyncio.timeout(5):
         assert isinstance(await beside.does(other), EngineStaged)
     waiting.cancel()
+
+
+async def test_one_artifact_is_looked_for_at_a_time_however_many_are_damaged(tmp_path: Path) -> None:
+    """A store that hangs would else take every thread, and nothing would generate any more. A look that was given up is
+    in its thread still."""
+    beside, reads, most = Beside(tmp_path), [0], [0]
+    effect = beside.effect(publication="")
+
+    def hang(digest: str) -> bytes:
+        reads[0] += 1
+        most[0] = max(most[0], reads[0])
+        time.sleep(0.1)
+        reads[0] -= 1
+        raise Unavailable(f"cannot read {digest}")
+
+    beside.store.get = hang  # type: ignore[method-assign]
+    looks = (AwaitArtifact(seq, effect.manifest, effect.weights, 0.0, 0.01) for seq in range(1, 6))
+    first, *others = (asyncio.create_task(beside.does(look)) for look in looks)
+    await until(lambda: reads[0] > 0, 5)
+    first.cancel()
+    await asyncio.sleep(0.3)
+    for task in others:
+        task.cancel()
+    await asyncio.gather(first, *others, return_exceptions=True)
+    assert most == [1]
 
 
 async def test_an_unload_waits_for_requests_that_name_the_adapter_and_for_no_others(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from reef_bus.core.effects import Deadlines, LoadAdapter, Me
 from reef_bus.core.invariants import Rewards, check
 from reef_bus.core.records import Consumed
 from reef_bus.core.start import WITH_ADAPTERS, compact
-from reef_bus.events import EngineStaged, Evidence, Lora, Member, Span
+from reef_bus.events import EngineStaged, Event, Evidence, Lora, Member, Span
 from tests.facts import (
     CODE,
     E0,
@@ -28,6 +28,7 @@ from tests.facts import (
     NO_LORA,
     L,
     S,
+    aborted,
     adapter_caught_up,
     adapter_committed,
     adapter_damaged,
@@ -210,6 +211,26 @@ def test_bytes_that_were_lost_may_come_back_under_the_name_that_they_had() -> No
     play.say(adapter_staged("e0", MATH, 7, "m1", adapter=name(MATH, 1)))
     play.committed(MATH, 7, "m1", E0, parent=4)
     play.asked(MATH, 7, E0)
+    assert play.audit().violations == ()
+
+
+@pytest.mark.parametrize("gone", [leaked, unloaded], ids=["leaked", "lost"])
+def test_so_they_may_after_a_load_that_failed_and_where_an_unload_did(gone: Callable[[str, str], Event]) -> None:
+    """However often what goes under that name was unloaded since they were proven."""
+    play, held = AdapterPlay(*FROZEN), name(MATH, 1)
+    for n, base in ((1, NO_LORA[MATH]), (2, "m1")):
+        play.teach(MATH, f"m{n}", base, n, play.asked(MATH, n - 1, E0, E0))
+        play.publish(MATH, n, f"m{n}", E0, parent=n - 1)
+    play.say(adapter_rollback_asked(MATH, 1, 2))
+    play.say(adapter_target(MATH, 3, "m1", E0, parent=2, request=play.log[-1].seq), gone("e0", held))
+    if gone is unloaded:
+        play.say(adapter_failed("e0", MATH, 3, adapter=held), *of(MATH, aborted(3, 1, E0)))
+    play.say(unloaded("e0", held))
+    (debt,) = reactions.engine(given(*(by(r.boot, r.event) for r in play.log)).world, Me("e0", "e0.1"), Deadlines())
+    assert isinstance(debt.effect, LoadAdapter) and (debt.effect.name, debt.effect.held) == (held, False)
+    attempt = debt.effect.attempt
+    play.say(replace(adapter_staged("e0", MATH, 3, "m1", adapter=held), attempt=attempt))
+    play.committed(MATH, 3, "m1", E0, parent=2, attempt=attempt)
     assert play.audit().violations == ()
 
 

@@ -32,7 +32,7 @@ Turns = list[int]
 
 class Boot(msgspec.Struct):
     """What one boot said: how many adapters it holds at most, the load ids that it proved by the name they go under,
-    those that it last had under a name when that was `gone`, and every name that may take a place in it."""
+    those that it last had under a name when that was `gone` or leaked, and every name that may take a place in it."""
 
     capacity: int | None
     proven: dict[str, list[str]] = {}
@@ -135,7 +135,8 @@ def unload(holdings: Holdings, recorded: Recorded, event: AdapterUnloaded | Adap
         findings.add("adapter", f"{said}, which is the head {', '.join(sorted(current))}", [recorded.seq])
     if type(event) is AdapterUnloaded:
         boot.taken.discard(event.adapter)
-        boot.gone[event.adapter] = boot.proven.get(event.adapter, [])
+    if names := boot.proven.get(event.adapter):  # its place may be another's now, who goes under this name, too
+        boot.gone[event.adapter] = names
     _undo(boot, recorded.seq, event.adapter)
 
 

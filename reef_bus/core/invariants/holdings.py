@@ -32,10 +32,12 @@ Turns = list[int]
 
 class Boot(msgspec.Struct):
     """What one boot said: how many adapters it holds at most, the load ids that it proved by the name they go under,
-    those that it last had under a name when that was `gone` or leaked, and every name that may take a place in it."""
+    those that it last had under a name that has `leaked` since, or is `gone`, and every name that may take a place in
+    it."""
 
     capacity: int | None
     proven: dict[str, list[str]] = {}
+    leaked: dict[str, list[str]] = {}
     gone: dict[str, list[str]] = {}
     taken: set[str] = set()
     turns: dict[str, Turns] = {}
@@ -133,10 +135,12 @@ def unload(holdings: Holdings, recorded: Recorded, event: AdapterUnloaded | Adap
     if told and (current := heads.intersection(boot.proven.get(event.adapter, ()))):
         said = f"{event.engine} boot {recorded.boot} was told at LOG {recorded.seq} to unload {event.adapter}"
         findings.add("adapter", f"{said}, which is the head {', '.join(sorted(current))}", [recorded.seq])
-    if type(event) is AdapterUnloaded:
+    names = boot.proven.get(event.adapter) or boot.leaked.pop(event.adapter, [])
+    if type(event) is AdapterLeaked:
+        boot.leaked[event.adapter] = names
+    else:
         boot.taken.discard(event.adapter)
-    if names := boot.proven.get(event.adapter):  # its place may be another's now, who goes under this name, too
-        boot.gone[event.adapter] = names
+        boot.gone[event.adapter] = names or boot.gone.get(event.adapter, [])  # what takes its place may go by its name
     _undo(boot, recorded.seq, event.adapter)
 
 

@@ -24,7 +24,8 @@ demo-lora: prepare-lora  ## two scenarios, each with a LoRA adapter of its own o
 demo-sglang: prepare-sglang  ## the same over two real SGLang servers on this CPU; five minutes, 2.8 GB; x86-64 Linux
 	@PYTHONPATH=$(SHIMS) $(SGLANG)/bin/reef-bus demo --engine sglang $(ARGS)
 
-# A worker that ends is not replaced: pytest-xdist 3.8 would then wait for ever under loadfile.
+# A worker that ends is not replaced: pytest-xdist 3.8 would then wait for ever under loadfile. Whole deployments have too
+# little of two cores beside two others; with ARGS, `make test` leaves nothing out that they name.
 PYTEST := $(BIN)/python -m pytest --dist loadfile --max-worker-restart=0 --durations=20 --durations-min=5
 
 test: lint $(if $(ARGS),,simulate)  ## lint, types, import rules, 2,000 simulated seeds, then the tests with a coverage report

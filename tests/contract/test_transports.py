@@ -52,7 +52,10 @@ from tests.transfers import (
 STALL_S = 0.3
 SMALL, LARGE, LATER, MEBI = pieces(VERSION), pieces(VERSION, BIG), pieces(9, BIG), pieces(VERSION, 1 << 20)
 LONG = pieces(VERSION, 64 << 20)  # copied with several turns of the loop between
-pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="shm and /proc are Linux's")
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.skipif(not sys.platform.startswith("linux"), reason="shm and /proc are Linux's"),
+]
 
 
 class Arrives(str):

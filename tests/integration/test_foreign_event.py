@@ -11,7 +11,7 @@ import pytest
 
 from tests.e2e.live import Live, live
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.long]
 
 
 def said(found: Live, component: str) -> str:

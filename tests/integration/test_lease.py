@@ -13,7 +13,7 @@ import pytest
 from reef_bus.backends import BOOT_HEADER, Prompt
 from tests.e2e.live import CONFIG, Live, live
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.long]
 
 LEASE_S = 1.5
 

@@ -17,7 +17,7 @@ from reef_bus.core.effects import Deadlines, Restarts
 from reef_bus.events import Recorded, ReleaseCommitted, TransferAborted
 from tests.e2e.live import CONFIG, Live, live
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.long]
 
 PROMPT = Prompt(ids=(11, 7, 10), max_tokens=8, seed=1)
 IMPATIENT = msgspec.structs.replace(

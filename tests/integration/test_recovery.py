@@ -18,7 +18,7 @@ from reef_bus.core.effects import Deadlines, Restarts
 from reef_bus.events import ComponentEvent, EngineExcluded, Recorded
 from tests.e2e.live import CONFIG, Live, live
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.long]
 
 STOPPED = msgspec.structs.replace(
     CONFIG,

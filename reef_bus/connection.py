@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from functools import lru_cache
 from typing import Any, TypeVar
 
@@ -27,6 +27,7 @@ TIMEOUT_S = 2.0
 WATCH_S = 5.0  # between two looks at a connection
 PROBE_S = 5.0  # within which it must answer
 CLOSE_S = 2.0
+AGAIN_S = 0.1  # after which a cancellation that had no effect counts as swallowed
 _LONG_S = 3600  # longer than a client is kept that does not answer
 
 
@@ -153,19 +154,19 @@ class Connection:
             log.debug("nats: %s", errors[0])
 
         client = QuickClient()
+        connecting = client.connect(  # for ever, as it must once it is connected
+            self.url.split(","),
+            name=self.name,
+            error_cb=on_error,
+            disconnected_cb=self._on_lost,
+            connect_timeout=2,
+            max_reconnect_attempts=-1,
+            reconnect_time_wait=0.1,  # type: ignore[arg-type]  # seconds, of which it sleeps any number
+            ping_interval=10,
+            flush_timeout=TIMEOUT_S,  # else a full buffer holds its writer for as long as the connection
+        )
         try:
-            async with asyncio.timeout(wait_s):  # the client itself would try for ever, as it must once it is connected
-                await client.connect(
-                    self.url.split(","),
-                    name=self.name,
-                    error_cb=on_error,
-                    disconnected_cb=self._on_lost,
-                    connect_timeout=2,
-                    max_reconnect_attempts=-1,
-                    reconnect_time_wait=0.1,  # type: ignore[arg-type]  # seconds, of which it sleeps any number
-                    ping_interval=10,
-                    flush_timeout=TIMEOUT_S,  # else a full buffer holds its writer for as long as the connection
-                )
+            await _within(wait_s, connecting)
         except (TimeoutError, OSError, nats.errors.Error) as error:
             await _end(client)
             why = errors[0] if errors else str(error) or type(error).__name__
@@ -184,12 +185,25 @@ async def _ping(client: Client) -> None:
 async def _end(client: Client) -> None:
     """Let go of it, even when its socket does not: a peer that vanished never takes what is still to be sent."""
     with contextlib.suppress(Exception):
-        async with asyncio.timeout(CLOSE_S):
-            await client.close()
+        await _within(CLOSE_S, client.close())
+
+
+async def _within(seconds: float, doing: Coroutine[Any, Any, T]) -> T:
+    """Raises TimeoutError. `asyncio.timeout` cancels once, and the client's own `wait_for` may swallow that."""
+    task = asyncio.create_task(doing)
+    try:
+        await asyncio.wait({task}, timeout=seconds)
+        if task.done():
+            return task.result()
+        raise TimeoutError
+    finally:
+        await _cancel(task)
 
 
 async def _cancel(*tasks: asyncio.Future[Any] | None) -> None:
-    there = [task for task in tasks if task]
-    for task in there:
-        task.cancel()
-    await asyncio.gather(*there, return_exceptions=True)
+    there = {task for task in tasks if task}
+    while running := {task for task in there if not task.done()}:
+        for task in running:
+            task.cancel()
+        await asyncio.wait(running, timeout=AGAIN_S)
+    await asyncio.gather(*there, return_exceptions=True)  # seen: nobody asks for what they raised

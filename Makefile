@@ -31,7 +31,7 @@ PYTEST := $(BIN)/python -m pytest --dist loadfile --max-worker-restart=0 --durat
 test: lint $(if $(ARGS),,simulate)  ## lint, types, import rules, 2,000 simulated seeds, then the tests with a coverage report
 	@$(PYTEST) -n 3 --cov --cov-report=term $(or $(ARGS),-m "not long")
 
-test-long: prepare-dev  ## the tests that `make test` leaves out: whole deployments under kills, half a minute or more each
+test-long: prepare-dev  ## the tests that `make test` leaves out: whole deployments under kills, and every transport
 	@$(PYTEST) -n 2 -m long $(ARGS)
 
 test-sglang: prepare-sglang  ## an unmodified SGLang server on this CPU, driven by our engine; x86-64 Linux

@@ -2,8 +2,8 @@
 with `--live` one that a server holds.
 
 Knows: a long clean history in the shape of real ones, and a stopwatch. Must not know: how the audit works.
-Figures are medians in events a second, LOG and RECORDS together (the fold: of LOG alone), by the clock and by the
-processor time of the busiest process. A machine is told by its load, and by one pass of `json.loads` over the same file
+Figures are medians in events a second, LOG and RECORDS together (the fold: of LOG alone), by the clock and by
+processor time, without a server's. A machine is told by its load, and by one pass of `json.loads` over the same file
 in the same run (live: by the client's own receiving): ratios to that can be compared between machines, events a second
 cannot.
 """
@@ -15,7 +15,6 @@ import asyncio
 import gc
 import json
 import os
-import resource
 import statistics
 import tempfile
 import time
@@ -226,31 +225,28 @@ def audit(path: Path) -> None:
 
 
 class Spent(NamedTuple):
-    """Seconds: by the clock, and by the busiest of the processors, as one process uses no more than one of them."""
+    """Seconds: by the clock, and of this process's processor time."""
 
     wall: float
     cpu: float
 
 
-def _clock() -> tuple[float, float, float]:
-    others = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return time.perf_counter(), time.process_time(), others.ru_utime + others.ru_stime
+def _since(wall: float, cpu: float) -> Spent:
+    return Spent(time.perf_counter() - wall, time.process_time() - cpu)
 
 
 def spent(work: Callable[[], object]) -> Spent:
     gc.collect()
-    begin = _clock()
+    begin = time.perf_counter(), time.process_time()
     work()
-    wall, own, others = (now - then for now, then in zip(_clock(), begin, strict=True))
-    return Spent(wall, max(own, others))
+    return _since(*begin)
 
 
 async def spent_waiting(work: Callable[[], Awaitable[object]]) -> Spent:
     gc.collect()
-    begin = _clock()
+    begin = time.perf_counter(), time.process_time()
     await work()
-    wall, own, _ = (now - then for now, then in zip(_clock(), begin, strict=True))
-    return Spent(wall, own)  # but for the server's
+    return _since(*begin)
 
 
 def measure(path: Path) -> dict[str, Any]:

@@ -39,11 +39,11 @@ class Inference(Part, frozen=True, kw_only=True):
     `model_path`: a folder with the model's config.json and, for the gateway, its tokenizer (extra `chat`); empty: the
     demo's policy. `backend: sglang` needs one, and starts an SGLang server for each engine, which may take `start_s`.
     `device`: `cpu`, `cuda`, or `auto`. `update`: a version gets into the server's memory by a `broadcast`, as `tensors`
-    in a request, or from `disk`. Without a `prefix_cache` what is paused in place keeps its KV cache; with one, it is
-    computed anew by the next version. `options`: the server's own, without dashes, as far as no other key of this
-    section stands for them. `urls`: by engine, a server that somebody else runs: it is paused, loaded and asked, never
-    ended. `router_port`: where SGLang's router listens, on the gateway's host, for clients that speak SGLang's native
-    `/generate`; what they ask is not recorded. 0: none is started."""
+    in a request, or from `disk`; adapters are sent, or read from `disk`, too. Without a `prefix_cache` what is paused
+    in place keeps its KV cache; with one, it is computed anew by the next version. `options`: the server's own, without
+    dashes, as far as no other key of this section stands for them. `urls`: by engine, a server that somebody else runs:
+    it is paused, loaded and asked, never ended. `router_port`: where SGLang's router listens, on the gateway's host,
+    for clients that speak SGLang's native `/generate`; what they ask is not recorded. 0: none is started."""
 
     backend: str = "torch"
     engines: tuple[str, ...] = ("engine-0", "engine-1")

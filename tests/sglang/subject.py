@@ -82,9 +82,10 @@ def _replaced(engine: SGLangEngine, inference: dict[str, object]):  # type: igno
 
 
 def config(folder: Path, adapters: Adapters = NO_ADAPTERS, **inference: object) -> Config:
-    """A deployment of which only the engine is started. Paused in place, it keeps what it has computed."""
+    """A deployment of which only the engine is started, from a folder with weights of no version. Paused in place, it
+    keeps what it has computed."""
     model = folder / "model"
-    write_model_folder(model, SHAPE)
+    write_model_folder(model, SHAPE, pieces(dict(new_policy(SHAPE, 0).named_parameters())))
     chosen = {"max_batch": 16, "dtype": "float32", "prefix_cache": False, **inference}
     return Config(
         state_dir=str(folder),

@@ -23,7 +23,6 @@ from reef_bus.errors import Misfit, Rejected, TransferError
 from reef_bus.events import Lora
 from reef_bus.manifest import describe
 from reef_bus.policy import Policy, pieces
-from reef_bus.safetensors_file import encoded
 from reef_bus.sections import Adapters
 from tests.contract.adapters import ADAPTERS
 from tests.contract.subject import Adapter, Promise
@@ -42,10 +41,11 @@ LONG = Prompt(ids=(11, 7, 10), max_tokens=200)
 Tensors = dict[str, torch.Tensor]
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def subject(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Subject]:
-    """With a prefix cache; the base model, version 1, is loaded and proven."""
-    async with running(tmp_path_factory.mktemp("sglang"), TAKEN, prefix_cache=True) as found:
+@pytest_asyncio.fixture(scope="module", loop_scope="module", params=["broadcast", "disk"])
+async def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Subject]:
+    """With a prefix cache; the base model, version 1, is loaded and proven. With `disk` the server reads adapters from
+    a folder; else they are sent."""
+    async with running(tmp_path_factory.mktemp("sglang"), TAKEN, prefix_cache=True, update=request.param) as found:
         await found.load(1, "i:0")
         yield found
         assert found.died == []
@@ -91,7 +91,8 @@ class Loaded:
 
     async def flaw(self) -> str:
         proof = await asyncio.to_thread(self.subject.engine.adapter_proof, self.name, self.manifest, LORA)
-        assert (proof.tensors, proof.algorithm) == (28, "sha256+logprobs-within-0.0001")
+        sums = "" if self.subject.engine.inference.update == "disk" else "sha256+"
+        assert (proof.tensors, proof.algorithm) == (28, f"{sums}logprobs-within-0.0001")
         return proof.flaw
 
     async def unload(self) -> str:
@@ -304,8 +305,8 @@ async def test_an_adapter_that_is_not_the_one_that_was_given_is_found(
     given, held = Loaded(subject, drawn(32)), Loaded(subject, wrong(drawn(32)))
     held.name = given.name
     await held.load()
-    subject.engine.room_.adapter(given.name).unlink()
-    subject.engine.room_.keep(given.name, encoded(describe(given.pieces), given.pieces))
+    subject.engine.room_.drop(given.name)
+    subject.engine.room_.keep(given.name, given.pieces, LORA)
     assert "answers with something else" in await given.flaw()
     assert await given.unload() == ""
 
@@ -419,13 +420,28 @@ async def test_a_name_that_is_held_is_not_loaded_over(subject: Subject) -> None:
 
 
 async def test_after_an_unload_no_request_is_answered_under_the_name(subject: Subject) -> None:
-    """A server that has loaded an adapter from a folder would load it again here."""
+    """A server that has loaded an adapter from a folder would load it again here, if the folder were there."""
     async with loaded(subject, 50) as (one,):
         assert await one.unload() == ""
         for _ in range(2):
             with pytest.raises(Rejected, match=f"Failed to implicitly load LoRA adapter {one.name}"):
                 await one.answer()
         assert one.name not in await asyncio.to_thread(subject.engine.resident)
+
+
+async def test_what_a_server_would_load_again_from_its_folder_is_not_gone(
+    subject: Subject, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was sent is never loaded again, whatever lies in its folder."""
+    async with loaded(subject, 56) as (one,):
+        with monkeypatch.context() as kept:
+            kept.setattr(subject.engine.room_, "drop", lambda name: None)
+            said = await one.unload()
+        if subject.engine.inference.update == "disk":
+            assert said == "the server still answers requests that name it"
+            assert (await one.answer()).completion.ids == one.expected()
+        else:
+            assert said == ""
 
 
 async def test_what_was_never_loaded_is_certainly_gone(subject: Subject) -> None:

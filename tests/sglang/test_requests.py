@@ -44,6 +44,7 @@ ROUTES: dict[str, list[Body]] = {
     "init_weights_update_group": [
         requests.init_weights_update_group("127.0.0.1", 29500, offset=1, size=2, group="g", backend="gloo")
     ],
+    "load_lora_adapter": [requests.load_lora_adapter("a", "/adapters/a")],
     "load_lora_adapter_from_tensors": [requests.load_lora_adapter_from_tensors("a", LORA, ["AAEC"], {"x": "00"})],
     "pause_generation": [requests.pause_generation(mode) for mode in ("abort", "retract", "in_place")],
     "release_memory_occupation": [

@@ -30,6 +30,7 @@ from reef_bus.config import OPTIONS, Inference, build
 from reef_bus.errors import Misfit, Rejected, TransferError, Unavailable
 from reef_bus.events import Lora
 from reef_bus.model_folder import read_policy_config, write_model_folder
+from reef_bus.peft_folder import read_peft_folder
 from reef_bus.policy import PolicyConfig
 from reef_bus.sections import Adapters
 
@@ -178,6 +179,7 @@ def test_flags_are_derived_from_the_configuration(model: Path) -> None:
     assert pairs["--mem-fraction-static"] == "0.5" and pairs["--api-key"] == "boot" and pairs["--host"] == "127.0.0.1"
     assert {"--enable-metrics", "--disable-radix-cache", "--disable-overlap-schedule"} <= set(flags)
     assert not {"--log-requests", "torch_native", "--disable-cuda-graph"} & set(flags)
+    assert pairs["--load-format"] == "dummy"
 
 
 def test_batches_overlap_and_prefixes_are_kept_where_no_answer_is_made_by_several_versions(model: Path) -> None:
@@ -247,7 +249,7 @@ def test_an_adapter_of_another_model_is_told_from_a_server_that_takes_none_now(
     with pytest.raises(Misfit, match=said):
         server.load("new", tensors, lora)
     for name in ("one", "other"):
-        server.room.keep(name, [b""])
+        server.room.keep(name, down(2), Lora(2, 4, ("down_proj",)))
     for name, why in (("one", "holds one of this name"), ("new", "holds 2 already")):
         with pytest.raises(TransferError, match=why) as found:
             server.load(name, tensors, lora)
@@ -297,6 +299,41 @@ def test_weights_of_the_model_folder_are_not_copied(model: Path, tmp_path: Path)
         (model / name).write_bytes(b"{}")
     room = Room(model, tmp_path / "room")
     assert {file.name for file in room.folder.iterdir()} == {"config.json", "tokenizer.json", "tmp"}
+
+
+def test_they_are_there_while_a_server_starts_that_needs_some(model: Path, tmp_path: Path) -> None:
+    names = ("model.safetensors.index.json", "model-1.safetensors", "model.safetensors")
+    for name in names:
+        (model / name).write_bytes(b"the model's own")
+    room = Room(model, tmp_path / "room")
+    with room.furnished(model):
+        assert all((room.folder / name).read_bytes() == b"the model's own" for name in names)
+    assert {file.name for file in room.folder.iterdir()} == {"config.json", "tmp"}
+    room.fit({"a": ("F32", (1,), 4)})
+    assert all((model / name).read_bytes() == b"the model's own" for name in names)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors.index.json", "tokenizer.json"])
+def test_a_model_folder_without_weights_starts_no_server_that_needs_some(
+    model: Path, tmp_path: Path, name: str
+) -> None:
+    (model / name).write_bytes(b"{}")
+    with (
+        pytest.raises(Rejected, match=r"inference\.model-path\) has none; put them there, or choose another"),
+        Room(model, tmp_path / "room").furnished(model),
+    ):
+        pass
+
+
+def test_an_adapter_lies_in_the_room_as_pefts_folder_until_it_is_dropped(model: Path, tmp_path: Path) -> None:
+    room, lora = Room(model, tmp_path / "room"), Lora(2, 4, ("down_proj",))
+    for name in ("one", "other"):
+        room.keep(name, down(2), lora)
+    tensors, read, base = read_peft_folder(room.adapter("one"))
+    assert (tensors, read, base) == (down(2), lora, str(room.folder))
+    for name in ("one", "one", "never"):
+        room.drop(name)
+    assert room.adapters() == {"other"} and [file.name for file in (room.folder / "adapters").iterdir()] == ["other"]
 
 
 def test_a_socket_fits_into_the_room_of_an_engine_with_the_longest_name(

@@ -16,13 +16,12 @@ from consumers.reef_engine.sglang.limits import Limits
 from consumers.reef_engine.sglang.probes import Probe, Reference
 from consumers.reef_engine.sglang.room import Room
 from reef_bus.backends import Layout, Pieces, Proof
-from reef_bus.checkpoint import METADATA
 from reef_bus.config import Config
 from reef_bus.errors import Misfit, Rejected, TransferError, Unavailable
 from reef_bus.events import Lora
 from reef_bus.manifest import describe
-from reef_bus.safetensors_file import encoded, mapped
-from reef_bus.shelf import Part
+from reef_bus.peft_folder import TENSORS
+from reef_bus.safetensors_file import mapped
 
 ASK_S = 60.0
 PROBE = 64
@@ -34,11 +33,12 @@ PREFIX = "base_model.model."
 
 
 class Held:
-    """What a server holds beside the base model that lies in the room: there, too, as it was sent."""
+    """What a server holds beside the base model that lies in the room: there, too, as PEFT's folders, which it reads
+    itself or is sent the tensors of."""
 
     def __init__(self, client: Client, room: Room, reference: Reference, config: Config, device: str) -> None:
         self.client, self.room, self.reference, self.adapters = client, room, reference, config.adapters
-        self.ranks = config.inference.tensor_parallel_size
+        self.ranks, self.reads = config.inference.tensor_parallel_size, reads_folders(config)
         exact = device == "cpu" and config.inference.dtype == "float32"
         self.within = WITHIN if exact else WITHIN_ROUNDED
         limits = Limits.of(room.folder)
@@ -46,23 +46,29 @@ class Held:
         self.probe = tuple(_drawn(place) % ids for place in range(min(PROBE, limits.longest())))
 
     def load(self, name: str, tensors: Pieces, lora: Lora) -> None:
-        manifest = describe(tensors)
         if flaw := self._full(name):
             raise TransferError("refused", f"adapter {name}: {flaw}")
-        if flaw := self._unfit(manifest.layouts(), lora):
+        if flaw := self._unfit(describe(tensors).layouts(), lora):
             raise Misfit("mismatch", f"adapter {name}: {flaw}")
-        self._kept(name, encoded(manifest, tensors, METADATA))
-        sent = moves.pickled(moves.tensors(self.room.adapter(name)))
+        self._kept(name, tensors, lora)
+        if self.reads:
+            self._asked("load_lora_adapter", requests.load_lora_adapter(name, str(self.room.adapter(name))))
+        else:
+            self._send(name, tensors, lora)
+
+    def _kept(self, name: str, tensors: Pieces, lora: Lora) -> None:
+        try:
+            self.room.keep(name, tensors, lora)
+        except Rejected as error:
+            raise Misfit("mismatch", f"adapter {name}: {error}") from error
+        except Unavailable as error:
+            raise TransferError("memory", f"no room for adapter {name}: {error}") from error
+
+    def _send(self, name: str, tensors: Pieces, lora: Lora) -> None:
+        sent = moves.pickled(moves.tensors(self.room.adapter(name) / TENSORS))
         sums = {each: hashlib.sha256(piece.data).hexdigest() for each, piece in tensors.items()}
         body = requests.load_lora_adapter_from_tensors(name, lora, [sent] * self.ranks, sums)
         self._asked("load_lora_adapter_from_tensors", body)
-
-    def _kept(self, name: str, parts: Iterator[Part]) -> None:
-        try:
-            self.room.keep(name, parts)
-        except OSError as error:
-            self.room.adapter(name).unlink(missing_ok=True)
-            raise TransferError("memory", f"no room for adapter {name}: {error}") from error
 
     def _asked(self, route: str, body: requests.Body) -> Any:
         try:
@@ -86,24 +92,25 @@ class Held:
         return incomplete(lora.targets) or _differs(dict(layouts(self.room.layouts, lora)), found)
 
     def proof(self, name: str, manifest: str, lora: Lora) -> Proof:
-        """By what the server answers, held against another implementation, which reads the very file that was sent. The
-        sums of what it received were compared by the server, when it loaded them."""
+        """By what the server answers, held against another implementation, which reads the very file that it was given.
+        The sums of what was sent were compared by the server, when it loaded them."""
         try:
-            tensors = mapped(self.room.adapter(name))
+            tensors = mapped(self.room.adapter(name) / TENSORS)
         except Rejected as error:
             return Proof(str(error), 0, self.algorithm)
-        if (sent := describe(tensors).digest) != manifest:
-            return Proof(f"the server was sent {sent}, expected {manifest}", len(tensors), self.algorithm)
+        if (given := describe(tensors).digest) != manifest:
+            return Proof(f"the server was given {given}, expected {manifest}", len(tensors), self.algorithm)
         return Proof(self._flaw(name, lora), len(tensors), self.algorithm)
 
     @property
     def algorithm(self) -> str:
-        return f"sha256+logprobs-within-{self.within:g}"
+        return f"{'' if self.reads else 'sha256+'}logprobs-within-{self.within:g}"
 
     def _flaw(self, name: str, lora: Lora) -> str:
         if name not in self.listed():
             return "the server does not list it"
-        probe = Probe(str(self.room.folder), str(self.room.adapter(name)), lora.alpha / lora.rank, self.probe)
+        file = self.room.adapter(name) / TENSORS
+        probe = Probe(str(self.room.folder), str(file), lora.alpha / lora.rank, self.probe)
         expected = self.reference.logprobs(probe)
         found = _logprobs(self._asked("generate", requests.probe(self.probe, adapter=name)))
         if [token for _, token in found] != list(self.probe[1:]):
@@ -111,14 +118,14 @@ class Held:
         return _furthest([logprob for logprob, _ in found], expected, self.within)
 
     def unload(self, name: str) -> str:
-        """Once a server has unloaded an adapter that came from a folder, the next request that names it loads it again.
-        Ours came in a request, and there is no folder; that it is so is asked each time."""
-        self.room.adapter(name).unlink(missing_ok=True)
+        """Once a server has unloaded an adapter that it read from a folder, the next request that names it loads it
+        again, if the folder is there. So that goes first, and what the server makes of such a request is asked."""
         try:
+            self.room.drop(name)
             said = self._told(name)
             if name in self.listed():
                 return f"the server still lists it; it said: {said}"
-        except TransferError as error:
+        except (OSError, TransferError) as error:
             return str(error)
         return self._answers(name)
 
@@ -143,6 +150,11 @@ class Held:
         except Unavailable as error:
             raise TransferError("closed", str(error)) from error
         return frozenset(card["id"] for card in cards if card["parent"])
+
+
+def reads_folders(config: Config) -> bool:
+    """Whether adapters take the way of the base model: a server that reads that from a folder reads them, too."""
+    return config.adapters.most() > 0 and config.inference.update == "disk"
 
 
 def _drawn(place: int) -> int:

@@ -66,7 +66,7 @@ def _cores(ranks: int) -> list[str]:
 
 def model_flags(inference: Inference, folder: Path, device: str) -> list[str]:
     """What decides how weights lie in memory: the same for the server and for whoever works out its sums."""
-    found = ["--model-path", str(folder), "--load-format", "dummy", "--skip-tokenizer-init", "--device", device]
+    found = ["--model-path", str(folder), "--skip-tokenizer-init", "--device", device]
     found += ["--dtype", inference.dtype, "--tp-size", str(inference.tensor_parallel_size)]
     if device == "cpu":
         found += ["--attention-backend", "torch_native", "--sampling-backend", "pytorch", "--grammar-backend", "none"]
@@ -75,12 +75,13 @@ def model_flags(inference: Inference, folder: Path, device: str) -> list[str]:
 
 
 def server_flags(
-    inference: Inference, port: int, key: str, device: str, *, spans: bool, saver: bool = False
+    inference: Inference, port: int, key: str, device: str, *, spans: bool, saver: bool = False, weights: bool = False
 ) -> list[str]:
     """`spans`: an answer may be made by several versions. The server tells them apart by what it has observed when one
     comes, and with overlapped batches that is a token late; and it must not reuse what another version computed.
-    `saver`: its memory can be released."""
+    `saver`: its memory can be released. `weights`: it reads the folder's; the version is put over them."""
     found = ["--host", "127.0.0.1", "--port", str(port), "--api-key", key, "--skip-server-warmup"]
+    found += ["--load-format", "auto" if weights else "dummy"]
     found += ["--max-running-requests", str(inference.max_batch)]
     found += ["--enable-memory-saver"] if saver else []
     found += ["--sleep-on-idle"] if device == "cpu" else []  # one that waits would keep a core from all others

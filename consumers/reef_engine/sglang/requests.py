@@ -25,6 +25,7 @@ READ: Mapping[str, tuple[str, ...]] = {
     "flush_cache": (),
     "generate": ("output_ids", "meta_info"),
     "init_weights_update_group": ("success", "message"),
+    "load_lora_adapter": ("error_message",),
     "load_lora_adapter_from_tensors": ("error_message",),
     "model_info": ("model_path", "model_type", "weight_version"),
     "pause_generation": ("status",),
@@ -201,6 +202,12 @@ def weights_checker(action: Literal["checksum", "snapshot", "reset_tensors", "co
 
 
 # Adapters and memory.
+
+
+def load_lora_adapter(name: str, folder: str) -> Body:
+    """`folder`: in PEFT's layout, and seen by the server. One that was started without weights (--load-format dummy)
+    refuses."""
+    return {"lora_name": name, "lora_path": folder}
 
 
 def load_lora_adapter_from_tensors(name: str, lora: Lora, serialized: Sequence[str], sums: Mapping[str, str]) -> Body:

@@ -6,17 +6,19 @@ In shared memory, so that the server, and whoever works out its sums, read it wi
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import mmap
 import os
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from reef_bus.backends import Layout, Piece, Pieces
-from reef_bus.errors import TransferError, Unavailable
+from reef_bus.errors import Rejected, TransferError, Unavailable
+from reef_bus.events import Lora
+from reef_bus.peft_folder import write_peft_folder
 from reef_bus.safetensors_file import laid_out
-from reef_bus.shelf import Part
 
 WEIGHTS = "model.safetensors"
 WEIGHTS_OF_OTHERS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx")
@@ -46,8 +48,25 @@ class Room:
         self.folder.mkdir(mode=0o700)  # fails for one that another user put there
         self.scratch.mkdir(mode=0o700)
         for file in model.iterdir():
-            if file.is_file() and file.suffix not in WEIGHTS_OF_OTHERS and "index" not in file.name:
+            if file.is_file() and not _of_weights(file):
                 shutil.copy2(file, self.folder / file.name)
+
+    @contextlib.contextmanager
+    def furnished(self, model: Path) -> Iterator[None]:
+        """With the weights of the model's own folder, too, meanwhile. Raises Rejected where it has none."""
+        links = {self.folder / file.name: file for file in model.iterdir() if _of_weights(file)}
+        if not any(file.suffix in WEIGHTS_OF_OTHERS for file in links.values()):
+            raise Rejected(
+                f"inference.update disk: SGLang loads adapters from folders only if it was started with weights, and "
+                f"{model} (inference.model-path) has none; put them there, or choose another inference.update"
+            )
+        for link, file in links.items():
+            link.symlink_to(file.resolve())
+        try:
+            yield
+        finally:
+            for link in links:
+                link.unlink(missing_ok=True)
 
     @property
     def scratch(self) -> Path:
@@ -64,20 +83,24 @@ class Room:
         return self._layouts
 
     def adapter(self, name: str) -> Path:
-        """The file of the adapter of this name."""
-        return self.folder / ADAPTERS / f"{name}.safetensors"
+        """The folder of the adapter of this name, in PEFT's layout."""
+        return self.folder / ADAPTERS / name
 
     def adapters(self) -> set[str]:
-        """The names of those whose files are here."""
-        return {file.stem for file in (self.folder / ADAPTERS).glob("*.safetensors")}
+        """The names of those that are here."""
+        return {folder.name for folder in (self.folder / ADAPTERS).glob("[!.]*")}
 
-    def keep(self, name: str, parts: Iterable[Part]) -> None:
-        """An adapter's file, which is never changed."""
-        file = self.adapter(name)
-        file.parent.mkdir(exist_ok=True)
-        with file.open("xb") as written:
-            for part in parts:
-                written.write(part)
+    def keep(self, name: str, tensors: Pieces, lora: Lora) -> None:
+        """Its files are never changed: a server that has loaded them may have mapped them. Raises Rejected for tensors
+        that are no such adapter, Unavailable where there is no room."""
+        write_peft_folder(self.adapter(name), tensors, lora, str(self.folder))
+
+    def drop(self, name: str) -> None:
+        """At once for whoever looks for it, if it is here."""
+        away = self.folder / ADAPTERS / ".gone"
+        with contextlib.suppress(FileNotFoundError):
+            self.adapter(name).rename(away)
+            shutil.rmtree(away)
 
     def fit(self, layouts: Mapping[str, Layout]) -> Pieces:
         """Writable views for tensors of these layouts: the same ones, as long as they are asked for the same."""
@@ -110,6 +133,10 @@ class Room:
 
     def close(self) -> None:
         shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def _of_weights(file: Path) -> bool:
+    return file.suffix in WEIGHTS_OF_OTHERS or "index" in file.name
 
 
 def place(state_dir: Path, engine: str) -> Path:

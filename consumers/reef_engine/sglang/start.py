@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
-from consumers.reef_engine.sglang.adapters import Held, incomplete
+from consumers.reef_engine.sglang.adapters import Held, incomplete, reads_folders
 from consumers.reef_engine.sglang.backend import SGLangEngine
 from consumers.reef_engine.sglang.borrowed import Borrowed
 from consumers.reef_engine.sglang.client import Client
@@ -66,13 +66,14 @@ async def start(config: Config, me: Me, died: Callable[[str], None], stack: cont
         client = Client(url.rstrip("/"), os.environ.get(KEY, ""))
         ended = await _borrowed(config, client, spans)
     else:
-        port = free_port()
+        port, weights = free_port(), reads_folders(config)
         client = Client(f"http://127.0.0.1:{port}", me.boot)
-        own = server_flags(inference, port, me.boot, where, spans=spans, saver=saver)
+        own = server_flags(inference, port, me.boot, where, spans=spans, saver=saver, weights=weights)
         argv = ["-m", "sglang.launch_server", *flags, *own, *adapter_flags(config.adapters, where)]
-        server = Process(argv, around, run / f"{me.id}.sglang.log")
-        stack.callback(server.end)
-        await server.ready(client, inference.start_s)
+        with room.furnished(Path(inference.model_path)) if weights else contextlib.nullcontext():
+            server = Process(argv, around, run / f"{me.id}.sglang.log")
+            stack.callback(server.end)
+            await server.ready(client, inference.start_s)
         ended = server.ended()
     watching = asyncio.create_task(_watch(ended, died))
     stack.callback(watching.cancel)

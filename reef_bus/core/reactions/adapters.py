@@ -7,7 +7,7 @@ last, once that can be read, so that nothing else waits for it; whether it can i
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from reef_bus.core import residency
 from reef_bus.core.effects import Append, AwaitArtifact, Deadlines, Debt, LoadAdapter, UnloadAdapter
@@ -53,22 +53,21 @@ def _missing(world: World, found: Engine) -> Iterator[Release]:
 
 
 def _committed(world: World, found: Engine) -> list[Debt]:
-    """The first of them for which there is room, and whose artifact was not to blame."""
-    for head in _missing(world, found):
-        if head.scenario not in found.failing:
-            debts = _load(found, head, world.training.adapters[head.scenario].lora, max(found.joined, head.seq))
-            if debts:
-                return debts
-    return []
+    """Whose artifact was not to blame."""
+    heads = (head for head in _missing(world, found) if head.scenario not in found.failing)
+    return _first(world, found, ((head, max(found.joined, head.seq)) for head in heads))
 
 
 def _again(world: World, found: Engine, mended: frozenset[int]) -> list[Debt]:
-    for head in _missing(world, found):
-        failed = found.failing.get(head.scenario)
-        if failed and failed.seq in mended:
-            debts = _load(found, head, world.training.adapters[head.scenario].lora, failed.seq)
-            if debts:
-                return debts
+    words = ((head, found.failing.get(head.scenario)) for head in _missing(world, found))
+    return _first(world, found, ((head, failed.seq) for head, failed in words if failed and failed.seq in mended))
+
+
+def _first(world: World, found: Engine, heads: Iterable[tuple[Release, int]]) -> list[Debt]:
+    """Of these, the first for which there is room."""
+    for head, since in heads:
+        if debts := _load(found, head, world.training.adapters[head.scenario].lora, since):
+            return debts
     return []
 
 

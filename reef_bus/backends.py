@@ -45,9 +45,14 @@ def _address(view: memoryview) -> int:
     return ctypes.addressof((ctypes.c_char * view.nbytes).from_buffer(view))
 
 
+LENGTH, STOP = "length", "stop"
+"""Why an answer ends: it has as many tokens as were asked for, or its last one is one of the prompt's `stop_ids`."""
+
+
 class Prompt(msgspec.Struct, frozen=True, kw_only=True):
-    """One request to an engine, already rendered to token ids. Whoever asks names the `scenario` (empty: that of the
-    base model); the agent, by its fold, the LoRA `adapter` that it is answered with (empty: none)."""
+    """One request to an engine, already rendered to token ids. Its answer ends after the first of `stop_ids`, else
+    after `max_tokens`. Whoever asks names the `scenario` (empty: that of the base model); the agent, by its fold, the
+    LoRA `adapter` that it is answered with (empty: none)."""
 
     ids: tuple[int, ...]
     max_tokens: int
@@ -55,11 +60,22 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True):
     seed: int | None = None
     scenario: str = ""
     adapter: str = ""
+    stop_ids: tuple[int, ...] = ()
+
+    def answered(self, ids: Sequence[int]) -> int:
+        """How many of the `ids` that were sampled are its answer."""
+        return next((place for place, token in enumerate(ids, 1) if token in self.stop_ids), len(ids))
+
+    def reason(self, ids: Sequence[int]) -> str:
+        """The finish_reason of an answer of just these `ids`; empty if they are not all of it, or more."""
+        if self.answered(ids) != len(ids) or not 0 < len(ids) <= self.max_tokens:
+            return ""
+        return STOP if ids[-1] in self.stop_ids else LENGTH if len(ids) == self.max_tokens else ""
 
 
 class Completion(msgspec.Struct, frozen=True, kw_only=True):
-    """What the policy sampled: ids and the logprob of each at the temperature that was asked for (natural log). With
-    the finish_reason `length` there are as many as were asked for."""
+    """What the policy sampled: ids and the logprob of each at the temperature that was asked for (natural log). The
+    finish_reason is the prompt's `reason` for them."""
 
     ids: tuple[int, ...]
     logprobs: tuple[float, ...]

@@ -6,7 +6,7 @@ Must not know: rewards, optimizers, files, or who loads and reads the bytes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import msgspec
 import torch
@@ -241,17 +241,20 @@ def sample_with(policy: Policy, prompts: Tensor, draws: Tensor, temperature: flo
 
 
 class Sampling:
-    """Equally long prompts on their way, as in `sample_with`. Between two tokens it may stop, and go on later with the
-    cache that it has, and with whatever policy it is then given."""
+    """Equally long prompts on their way, as in `sample_with`; all done as soon as each has sampled one of `stop_ids`.
+    Between two tokens it may stop, and go on later with the cache that it has, and with whatever policy it is then
+    given."""
 
-    def __init__(self, prompts: Tensor, draws: Tensor, temperature: float) -> None:
+    def __init__(self, prompts: Tensor, draws: Tensor, temperature: float, stop_ids: Sequence[int] = ()) -> None:
         self.prompts, self.draws, self.temperature = prompts, draws, temperature
+        self.stop_ids = torch.tensor(stop_ids, dtype=torch.long)
+        self.ended = torch.zeros(len(prompts), dtype=torch.bool)
         self.tokens: list[Tensor] = []
         self.logprobs: list[Tensor] = []
         self.cache: Cache | None = None  # from the first token to the last
 
     def done(self) -> bool:
-        return len(self.tokens) == self.draws.shape[1]
+        return len(self.tokens) == self.draws.shape[1] or bool(self.ended.all())
 
     def go_on(self, policy: Policy, stop: Stop) -> None:
         """Until it is done, or `stop` says so."""
@@ -270,6 +273,7 @@ class Sampling:
         chosen = _choose(table, self.draws[:, len(self.tokens)])
         self.tokens.append(chosen)
         self.logprobs.append(table.gather(1, chosen))
+        self.ended |= torch.isin(chosen[:, 0], self.stop_ids)
 
     def sampled(self) -> tuple[Tensor, Tensor]:
         """Ids and logprobs so far, both [B, tokens]."""

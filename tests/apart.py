@@ -43,7 +43,15 @@ Update = Literal[
 """What becomes of an update. All but the last three say that they succeeded; of `lost` and `unheard` nobody hears."""
 
 Fate = Literal[
-    "", "names another version", "names one too many", "too few tokens", "too few named", "never ends", "cancelled"
+    "",
+    "names another version",
+    "names one too many",
+    "too few tokens",
+    "too few named",
+    "stops too soon",
+    "stops at nothing",
+    "never ends",
+    "cancelled",
 ]
 """What becomes of a request."""
 
@@ -102,7 +110,8 @@ def by_hand(prompt: Prompt, *parts: tuple[str, int], with_adapter: str = "") -> 
             token, logprob = next_token(q, k, head, prompt, ids, added)
             ids.append(token)
             logprobs.append(logprob)
-    return Completion(ids=tuple(ids), logprobs=tuple(logprobs), finish_reason="length")
+    reason = "stop" if ids[-1] in prompt.stop_ids else "length"
+    return Completion(ids=tuple(ids), logprobs=tuple(logprobs), finish_reason=reason)
 
 
 # -- the other process
@@ -117,14 +126,18 @@ class Request:
         self.aborted = False
         self.ended = asyncio.Event()
 
+    def stopped(self) -> bool:
+        return self.fate != "stops at nothing" and bool(self.ids) and self.ids[-1] in self.prompt.stop_ids
+
     def answer(self) -> Answer:
-        short = -1 if self.fate == "too few tokens" else len(self.ids)
-        reason = "" if self.aborted else "length"
+        short = -1 if self.fate in ("too few tokens", "stops too soon") else len(self.ids)
+        reason = "stop" if self.stopped() or self.fate == "stops too soon" else "length"
+        reason = "" if self.aborted else reason
         completion = Completion(
             ids=tuple(self.ids[:short]), logprobs=tuple(self.logprobs[:short]), finish_reason=reason
         )
         labels = ["inc:99"] * len(self.ids) if self.fate == "names another version" else self.labels
-        if self.fate in ("too few named", "too few tokens"):
+        if self.fate in ("too few named", "too few tokens", "stops too soon"):
             labels = labels[:-1]
         if self.fate == "names one too many":
             labels = [*labels, "inc:99"]
@@ -173,7 +186,7 @@ class Server:
         task.cancel()
 
     async def _sample(self, request: Request) -> None:
-        while len(request.ids) < request.prompt.max_tokens and not request.aborted:
+        while len(request.ids) < request.prompt.max_tokens and not request.stopped() and not request.aborted:
             held = self.hold_at is not None and len(request.ids) >= self.hold_at
             if self.paused or held or request.fate == "never ends":
                 await self._moved.wait()

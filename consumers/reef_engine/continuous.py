@@ -23,7 +23,6 @@ from reef_bus.events import Span
 
 log = logging.getLogger(__name__)
 
-LENGTH = "length"  # the finish_reason of an answer that has as many tokens as were asked for
 LOOK_S = 0.05  # who lets nobody in looks so often whether that is still so; and between two aborts
 MAX_REFUTED = 3  # answers to one request that cannot be true; then its gateway hears of it, and may ask another engine
 
@@ -59,9 +58,9 @@ class Request:
         return found if not versions and found and first == self._tokens(answer.completion) else None
 
     def _tokens(self, completion: Completion) -> int:
-        """How many there are; as many as were asked for, unless it says that it ended for another reason."""
-        most, ids = self.waiting.prompt.max_tokens, len(completion.ids)
-        return ids if ids == most or (ids < most and completion.finish_reason != LENGTH) else -1
+        """How many there are, if they are what was asked for, and ended for the reason that it says."""
+        right = self.waiting.prompt.reason(completion.ids) == completion.finish_reason
+        return len(completion.ids) if right else -1
 
 
 class Continuous(Endpoint):

@@ -23,20 +23,22 @@ from reef_bus.policy import Policy, PolicyConfig, Sampling, pieces
 
 
 class Group(NamedTuple):
-    """Prompts of a batch that one forward pass can serve together: their places in it, the adapter that they all ask
-    for, and how far they have come."""
+    """Prompts of a batch that one forward pass can serve together: their places in it, and how far they have come."""
 
     places: list[int]
-    adapter: str
+    prompts: list[Prompt]
     sampling: Sampling
+
+    @property
+    def adapter(self) -> str:
+        """For which they all ask."""
+        return self.prompts[0].adapter
 
 
 class TorchEngine(InferenceBackend):
-    """Answers have exactly `max_tokens` tokens: no id ends one, eos included, so finish_reason is always "length".
-
-    The copies are two whole modules, and a batch's KV cache lives and dies with its batch: so a swap leaves nothing of
-    the old weights behind, but in a batch that was stopped and is to go on. Nothing bounds how many adapters there are
-    but memory. Weights, theirs included, are all the memory that it keeps between two batches."""
+    """The copies are two whole modules, and a batch's KV cache lives and dies with its batch: so a swap leaves nothing
+    of the old weights behind, but in a batch that was stopped and is to go on. Nothing bounds how many adapters there
+    are but memory. Weights, theirs included, are all the memory that it keeps between two batches."""
 
     releases = (WEIGHTS,)
     stages = True
@@ -84,7 +86,7 @@ class TorchEngine(InferenceBackend):
             if going:
                 group.sampling.go_on(policies[group.adapter], stop)
                 going = group.sampling.done()
-            answers.update(zip(group.places, _completions(group.sampling), strict=True))
+            answers.update(zip(group.places, _completions(group), strict=True))
         return Generation([answers[index] for index in range(len(prompts))], None if going else groups)
 
     def stage(self) -> Pieces:
@@ -145,14 +147,13 @@ class TorchEngine(InferenceBackend):
     def _begin(self, prompts: Sequence[Prompt]) -> list[Group]:
         for prompt in prompts:
             _check(prompt, self.config)
-        return [
-            Group(places, prompts[places[0]].adapter, self._sampling([prompts[index] for index in places]))
-            for places in _groups(prompts)
-        ]
+        found = ((places, [prompts[index] for index in places]) for places in _groups(prompts))
+        return [Group(places, alike, self._sampling(alike)) for places, alike in found]
 
     def _sampling(self, group: Sequence[Prompt]) -> Sampling:
         draws = torch.stack([self._draws(prompt) for prompt in group])
-        return Sampling(torch.tensor([prompt.ids for prompt in group]), draws, group[0].temperature)
+        ids = torch.tensor([prompt.ids for prompt in group])
+        return Sampling(ids, draws, group[0].temperature, group[0].stop_ids)
 
     def _draws(self, prompt: Prompt) -> Tensor:
         """A seeded prompt draws from its own generator: whoever shares its batch does not shift its randomness."""
@@ -166,20 +167,24 @@ def _views(policy: Policy) -> Pieces:
     return pieces(dict(policy.named_parameters()), writable=True)
 
 
-def _completions(sampling: Sampling) -> list[Completion]:
-    ids, logprobs = sampling.sampled()
+def _completions(group: Group) -> list[Completion]:
+    """A row that has ended goes on beside the others; what comes after its end is nobody's."""
+    ids, logprobs = group.sampling.sampled()
     if not bool(torch.isfinite(logprobs).all()):
         raise ContractError("found logprobs that are not finite: the weights were never loaded whole")
-    reason = "length" if sampling.done() else ""
-    rows = zip(ids.tolist(), logprobs.tolist(), strict=True)
-    return [Completion(ids=tuple(row), logprobs=tuple(each), finish_reason=reason) for row, each in rows]
+    rows = zip(group.prompts, ids.tolist(), logprobs.tolist(), strict=True)
+    return [_completion(prompt, row[: prompt.answered(row)], each) for prompt, row, each in rows]
+
+
+def _completion(prompt: Prompt, ids: Sequence[int], logprobs: Sequence[float]) -> Completion:
+    return Completion(ids=tuple(ids), logprobs=tuple(logprobs[: len(ids)]), finish_reason=prompt.reason(ids))
 
 
 def _groups(prompts: Sequence[Prompt]) -> list[list[int]]:
-    """Indices of prompts that one forward pass can serve together: same lengths, temperature, adapter."""
-    groups: dict[tuple[int, int, float, str], list[int]] = {}
+    """Indices of prompts that one forward pass can serve together: same lengths, temperature, adapter, ends."""
+    groups: dict[tuple[int, int, float, str, tuple[int, ...]], list[int]] = {}
     for index, prompt in enumerate(prompts):
-        alike = len(prompt.ids), prompt.max_tokens, prompt.temperature, prompt.adapter
+        alike = len(prompt.ids), prompt.max_tokens, prompt.temperature, prompt.adapter, prompt.stop_ids
         groups.setdefault(alike, []).append(index)
     return list(groups.values())
 

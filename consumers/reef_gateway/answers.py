@@ -1,7 +1,7 @@
 """What a client is told of a recorded answer: one object, or the chunks of a stream, in OpenAI's form.
 
 Knows: the JSON of /v1/chat/completions. Must not know: engines, how an answer is recorded, or HTTP.
-An answer ends with its first stop token. What was sampled after it is recorded, and told to nobody here.
+An answer ends with its first stop token. Where an engine went on after it, that is recorded, and told to nobody here.
 """
 
 from __future__ import annotations

@@ -89,4 +89,5 @@ def _prompt(request: ChatRequest, ids: tuple[int, ...], format: ChatFormat) -> P
     asked = next(value for value in given if value is not None)
     if not 1 <= asked <= room:
         raise Rejected(f"max_tokens is {asked}; after this prompt of {len(ids)} tokens 1 to {room} fit")
-    return Prompt(ids=ids, max_tokens=asked, temperature=request.temperature, seed=request.seed)
+    ends = tuple(sorted(format.stops))
+    return Prompt(ids=ids, max_tokens=asked, temperature=request.temperature, seed=request.seed, stop_ids=ends)

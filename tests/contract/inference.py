@@ -144,6 +144,24 @@ async def an_answer_has_as_many_tokens_as_were_asked_for(subject: Subject) -> No
         _named(subject, answer, load_id)
 
 
+async def an_answer_ends_with_the_first_of_its_stop_ids(subject: Subject) -> None:
+    """Which is its last token, and none of those before it."""
+    load_id = await subject.fill("one")
+    whole = (await subject.ask(subject.asking())).completion
+    never = next(token for token in range(subject.vocabulary) if token not in whole.ids)
+    ends = {whole.ids.index(token) + 1: replace(subject.asking(), stop_ids=(never, token)) for token in whole.ids}
+    answers = await asyncio.gather(*map(subject.ask, ends.values()))
+    for count, answer in zip(ends, answers, strict=True):
+        said = answer.completion
+        assert (said.ids, len(said.logprobs), said.finish_reason) == (whole.ids[:count], count, "stop")
+        _named(subject, answer, load_id)
+    said = (await subject.ask(replace(subject.asking(), stop_ids=(never,)))).completion
+    assert (said.ids, said.finish_reason) == (whole.ids, "length")
+    if not isinstance(subject.backend, ContinuousBackend):
+        together = subject.backend.generate([*ends.values(), subject.asking()])
+        assert [each.ids for each in together] == [*(whole.ids[:count] for count in ends), whole.ids]
+
+
 async def the_longest_that_fits_is_answered_whole(subject: Subject) -> None:
     """No engine gives fewer tokens than it was asked for, and says nothing."""
     await subject.fill("one")
@@ -344,6 +362,7 @@ PROMISES: tuple[Promise, ...] = (
     what_lies_beside_is_not_read_before_it_is_taken,
     a_swap_reads_what_was_staged,
     an_answer_has_as_many_tokens_as_were_asked_for,
+    an_answer_ends_with_the_first_of_its_stop_ids,
     the_longest_that_fits_is_answered_whole,
     what_cannot_be_served_is_rejected_and_spoils_nothing,
     it_names_the_pauses_that_there_are,

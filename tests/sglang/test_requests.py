@@ -38,6 +38,7 @@ ROUTES: dict[str, list[Body]] = {
     "end_weight_update": [requests.end_weight_update()],
     "generate": [
         requests.generate([11, 3, 10], max_tokens=4, temperature=0.5, seed=-7, rid="r1", adapter="a", stream=False),
+        requests.generate((11,), max_tokens=4, temperature=1.0, stop_ids=(3, 5)),
         requests.generate((11,), max_tokens=1, temperature=0.0),
         requests.probe([11, 3, 10], adapter="a"),
     ],
@@ -166,7 +167,9 @@ def test_sampling_parameters_are_fields_of_their_own_class_and_valid(sampling: A
     params = sampling(**body)
     params.verify(16)
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(params), type=sampling) == params
-    assert (params.max_new_tokens, params.ignore_eos) == (body["max_new_tokens"], True)
+    stops = set(body["stop_token_ids"])
+    assert (params.max_new_tokens, params.stop_token_ids or set()) == (body["max_new_tokens"], stops)
+    assert params.ignore_eos == (not stops)
 
 
 def test_a_temperature_of_zero_is_greedy_and_any_other_samples_from_all_tokens(sampling: Any) -> None:

@@ -306,8 +306,9 @@ async def test_an_answer_ends_with_its_stop_token_and_the_record_holds_what_was_
     told = [(each["token"], each["logprob"]) for each in answer["choices"][0]["logprobs"]["content"]]
     assert told == [("h", 0.0), ("�", -0.125), ("�", -0.25), ("<|im_end|>", -0.375)]
     assert answer["usage"] == {"prompt_tokens": len(PROMPT), "completion_tokens": 4, "total_tokens": len(PROMPT) + 4}
-    [row], [event] = found.rows(), found.events()
-    assert (row.prompt, row.answer) == (PROMPT, SAMPLED) and found.router.asked[0].ids == PROMPT
+    [row], [event], [asked] = found.rows(), found.events(), found.router.asked
+    assert (row.prompt, row.answer) == (PROMPT, SAMPLED)  # of an engine that does not stop
+    assert asked.ids == PROMPT and asked.stop_ids == (IM_END,)
     assert (event.record, event.answer_tokens) == (reply.headers["x-reef-agent-record-id"], 7)
     assert event.answer == "hé<|im_end|>x�<|endoftext|>"
 

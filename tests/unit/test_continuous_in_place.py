@@ -11,13 +11,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from consumers.reef_engine.continuous import MAX_REFUTED
-from reef_bus.backends import Generated
+from reef_bus.backends import Generated, Prompt
 from reef_bus.core.effects import Fence
+from reef_bus.core.publication import IN_PLACE
 from reef_bus.errors import Unavailable
 from reef_bus.events import ReceiverVerified, Span
-from tests.apart import Fate
+from tests.apart import VOCABULARY, Fate, by_hand
 from tests.facts import E0, E1, SERVING, committed, fenced, holds, offered, swapped, target, trained, verified
 from tests.loop import quiet, until
 from tests.unit.test_continuous import LONG, SHORT, TWIN, Scene, check, scene, violations
@@ -218,11 +220,44 @@ async def test_what_starts_over_does_so_in_the_order_in_which_it_was_asked(tmp_p
     assert it.server.asked == [LONG, TWIN, SHORT] * 2
 
 
+# -- answers that end before they have as many tokens as they may
+
+
+def ending(*parts: tuple[str, int]) -> tuple[Prompt, int]:
+    """LONG, which ends with a token that these versions sample in it once, after some others; and after how many."""
+    ids = by_hand(LONG, *parts).ids
+    last = next(place for place in range(8, len(ids)) if ids.index(ids[place]) == place)
+    return replace(LONG, stop_ids=(*(set(range(VOCABULARY)) - set(ids)), ids[last])), last + 1
+
+
+async def test_an_answer_ends_with_its_stop_token(tmp_path: Path) -> None:
+    prompt, count = ending(("base", 20))
+    async with scene(tmp_path) as it:
+        check(await it.ask(prompt)[0], prompt, ("inc:0", count))
+
+
+async def test_what_goes_on_in_place_ends_with_its_stop_token_too(tmp_path: Path) -> None:
+    prompt, count = ending(("base", 3), ("c1", 17))
+    async with scene(tmp_path, IN_PLACE) as it:
+        asked = await it.ask_and_hold(3, prompt)
+        await it.release()
+        it.let_go()
+        check(await asked[0], prompt, ("inc:0", 3), ("inc:1", count - 3))
+
+
+async def test_an_engine_that_does_not_stop_is_asked_again(tmp_path: Path) -> None:
+    prompt, count = ending(("base", 20))
+    async with scene(tmp_path) as it:
+        it.server.answers.append("stops at nothing")
+        check(await it.ask(prompt)[0], prompt, ("inc:0", count))
+        assert it.server.asked == [prompt, prompt]
+
+
 # -- engines that err
 
 
 FOREIGN: tuple[Fate, ...] = ("names another version", "names one too many")
-WRONG: tuple[Fate, ...] = (*FOREIGN, "too few tokens", "too few named")
+WRONG: tuple[Fate, ...] = (*FOREIGN, "too few tokens", "too few named", "stops too soon")
 
 
 async def prove_again(it: Scene, fate: Fate) -> None:

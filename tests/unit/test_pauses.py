@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import threading
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
@@ -191,6 +192,27 @@ def test_generation_stops_between_two_tokens_and_goes_on_as_if_it_had_not(tmp_pa
     assert all(
         same(each, by_hand(prompt, ("base", 20))) for prompt, each in zip(prompts, second.completions, strict=True)
     )
+
+
+@pytest.mark.parametrize("at", [0, 1, 7, 20])
+def test_a_row_that_has_ended_is_whole_and_the_others_go_on(tmp_path: Path, at: int) -> None:
+    """Until the last one has ended: nothing is sampled after that."""
+    found, prompts = Found(tmp_path), [msgspec.structs.replace(LONG, seed=seed) for seed in range(7, 11)]
+    rows = [by_hand(prompt, ("base", 20)).ids for prompt in prompts]
+    token = next(each for each in rows[0][2:] if all(each in row for row in rows))
+    ends = [row.index(token) + 1 for row in rows]
+    assert len(set(ends)) > 1 and max(ends) < 20
+    prompts, asked = [msgspec.structs.replace(prompt, stop_ids=(token,)) for prompt in prompts], itertools.count()
+    first = found.engine.generate_until(prompts, lambda: next(asked) >= at)
+    reasons = ["stop" if end <= at else "" for end in ends]
+    assert [(len(each.ids), each.finish_reason) for each in first.completions] == [
+        (min(at, end), reason) for end, reason in zip(ends, reasons, strict=True)
+    ]
+    assert next(asked) == min(at + 1, max(ends))
+    if at < max(ends):
+        first = found.engine.generate_until(prompts, never, first.kept)
+    assert first.kept is None and [each.finish_reason for each in first.completions] == ["stop"] * 4
+    assert [each.ids for each in first.completions] == [row[:end] for row, end in zip(rows, ends, strict=True)]
 
 
 def test_a_stop_that_is_taken_back_at_once_starts_no_second_cache(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import asyncio
 import http.server
 import itertools
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -18,7 +18,7 @@ import pytest
 import safetensors.numpy
 
 from consumers.reef_engine.sglang.adapters import Held, incomplete, layouts
-from consumers.reef_engine.sglang.backend import SGLangEngine
+from consumers.reef_engine.sglang.backend import SGLangEngine, _read
 from consumers.reef_engine.sglang.borrowed import _differs, _holds_none
 from consumers.reef_engine.sglang.client import Client, words
 from consumers.reef_engine.sglang.launch import SHIMS, adapter_flags, environment, model_flags, server_flags
@@ -369,6 +369,57 @@ def test_sums_are_compared_rank_by_rank_and_name_by_name() -> None:
     assert flaw(expected, ranks(right[0])) == "the server spoke for ranks [0], expected 2"
     copy = [*ranks({**right[0], "a": "0"}), *ranks(*right)]
     assert flaw(expected, copy) == "the server spoke for ranks [0, 0, 1], expected 2"
+
+
+# -- answers
+
+
+def said(ids: Sequence[int], **reason: Any) -> dict[str, Any]:
+    spans = [{"version": "i:0", "start": 0, "end": len(ids)}]
+    logprobs = [[-0.5, token, None] for token in ids]
+    return {
+        "output_ids": list(ids),
+        "meta_info": {"output_token_logprobs": logprobs, "weight_versions": spans, "finish_reason": reason},
+    }
+
+
+ASKED = Prompt(ids=(1,), max_tokens=4, stop_ids=(7, 8))
+
+
+@pytest.mark.parametrize(
+    ("ids", "reason", "read"),
+    [
+        ((1, 2, 3, 4), {"type": "length", "length": 4}, "length"),
+        ((1, 7), {"type": "stop", "matched": 7}, "stop"),
+        ((1, 2, 3, 8), {"type": "stop", "matched": 8}, "stop"),
+        ((1, 2), {"type": "abort", "message": "Abort in waiting queue"}, ""),
+        ((), {"type": "abort", "message": "Abort in waiting queue"}, ""),
+    ],
+)
+def test_an_answer_is_as_long_as_it_was_asked_for_or_ends_where_it_was_to_stop(
+    ids: tuple[int, ...], reason: dict[str, Any], read: str
+) -> None:
+    done = _read(ASKED, said(ids, **reason)).completion
+    assert (done.ids, done.logprobs, done.finish_reason) == (ids, (-0.5,) * len(ids), read)
+
+
+@pytest.mark.parametrize(
+    ("ids", "reason"),
+    [
+        ((1, 2, 3), {"type": "length", "length": 3}),
+        ((), {"type": "length", "length": 0}),
+        ((1, 7, 3, 4), {"type": "length", "length": 4}),
+        ((1, 2, 3, 4), {"type": "stop", "matched": 4}),  # what the model's own folder calls an end
+        ((1, 7), {"type": "stop", "matched": "NaN happened"}),
+        ((1, 7), {"type": "stop"}),
+        ((7, 8), {"type": "stop", "matched": 8}),
+        ((1, 2, 3, 4, 7), {"type": "stop", "matched": 7}),
+        ((), {"type": "stop", "matched": 7}),
+    ],
+)
+def test_an_answer_of_another_length_or_end_is_none(ids: tuple[int, ...], reason: dict[str, Any]) -> None:
+    with pytest.raises(Rejected, match="SGLang's answer"):
+        _read(ASKED, said(ids, **reason))
 
 
 # -- HTTP

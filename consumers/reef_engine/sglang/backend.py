@@ -25,7 +25,7 @@ from consumers.reef_engine.sglang.client import CALL_S, Client, words
 from consumers.reef_engine.sglang.limits import Limits
 from consumers.reef_engine.sglang.room import Room
 from consumers.reef_engine.sglang.sums import Oracle, Sums, flaw
-from reef_bus.backends import Answer, Completion, ContinuousBackend, Layout, Pieces, Prompt, Proof
+from reef_bus.backends import STOP, Answer, Completion, ContinuousBackend, Layout, Pieces, Prompt, Proof
 from reef_bus.config import Inference
 from reef_bus.core.publication import DRAIN, PAUSES, RETRACT
 from reef_bus.errors import NotHeld, Rejected, TransferError, Unavailable
@@ -252,6 +252,7 @@ def _body(prompt: Prompt, rid: str | None = None) -> requests.Body:
         seed=prompt.seed,
         rid=rid,
         adapter=prompt.adapter or None,
+        stop_ids=prompt.stop_ids,
     )
 
 
@@ -263,18 +264,23 @@ def _answer(prompt: Prompt, said: bytes) -> Answer:
 
 
 def _read(prompt: Prompt, said: Any) -> Answer:
-    """Raises Rejected for an answer that is not one: as many tokens as were asked for, each with its logprob, which is
-    of the temperature that was asked for. The server gives that of temperature 1 for greedy tokens."""
+    """Raises Rejected for an answer that is not one: as many tokens as were asked for, or up to where it was to stop,
+    each with its logprob, which is of the temperature that was asked for. The server gives that of temperature 1 for
+    greedy tokens; and it says that it stopped, by no token, where it computes no numbers."""
     try:
         ids, meta = tuple(said["output_ids"]), said["meta_info"]
         logprobs = [(float(logprob), token) for logprob, token, _ in meta["output_token_logprobs"]]
         versions = tuple((str(span["version"]), span["end"] - span["start"]) for span in meta["weight_versions"])
         reason = "" if meta["finish_reason"]["type"] == "abort" else meta["finish_reason"]["type"]
+        matched = meta["finish_reason"]["matched"] if reason == STOP else None
     except (KeyError, TypeError, ValueError) as error:
         raise Rejected(f"SGLang's answer is not one: {error!r}") from error
     if tuple(token for _, token in logprobs) != ids or not all(math.isfinite(logprob) for logprob, _ in logprobs):
         raise Rejected("SGLang's answer is not one: its logprobs are not those of its tokens")
-    if reason and len(ids) != prompt.max_tokens:
-        raise Rejected(f"SGLang's answer has {len(ids)} tokens, and {prompt.max_tokens} were asked for")
+    if reason and (prompt.reason(ids) != reason or (reason == STOP and matched != ids[-1])):
+        raise Rejected(
+            f"SGLang's answer has {len(ids)} tokens and ends by {reason} ({matched}); {prompt.max_tokens} tokens were "
+            f"asked for, or up to one of {list(prompt.stop_ids)}"
+        )
     given = tuple(logprob if prompt.temperature else 0.0 for logprob, _ in logprobs)
     return Answer(Completion(ids=ids, logprobs=given, finish_reason=reason), versions)

@@ -71,13 +71,15 @@ def generate(
     seed: int | None = None,
     rid: str | None = None,
     adapter: str | None = None,
+    stop_ids: Sequence[int] = (),
     stream: bool = False,
 ) -> Body:
-    """`max_tokens` tokens after `ids`, each with its logprob; `adapter` is a loaded one's name. Both together may be
-    --context-length less two: of more, the server gives fewer, and calls that "length", too."""
+    """`max_tokens` tokens after `ids`, or fewer up to one of `stop_ids`, each with its logprob; `adapter` is a loaded
+    one's name. Both together may be --context-length less two: of more, the server gives fewer, and calls that
+    "length", too."""
     body: Body = {
         "input_ids": list(ids),
-        "sampling_params": sampling_params(max_tokens, temperature, seed),
+        "sampling_params": sampling_params(max_tokens, temperature, seed, stop_ids),
         "return_logprob": True,
         "stream": stream,
     }
@@ -94,11 +96,12 @@ NO_ADAPTER = ("Got LoRA adapter that has never been loaded:", "Failed to implici
 """How the server refuses a request for an adapter that it has not; the adapter's name follows."""
 
 
-def sampling_params(max_tokens: int, temperature: float, seed: int | None = None) -> Body:
+def sampling_params(max_tokens: int, temperature: float, seed: int | None = None, stop_ids: Sequence[int] = ()) -> Body:
     """The whole distribution, said outright: what is left out, a server's --preferred-sampling-params may fill in. A
-    `seed` counts only under --enable-deterministic-inference; any other server takes it and draws as it likes."""
-    params: Body = {"max_new_tokens": max_tokens, "temperature": temperature, "ignore_eos": True}
-    params |= {"top_p": 1.0, "top_k": -1, "min_p": 0.0}
+    `seed` counts only under --enable-deterministic-inference; any other server takes it and draws as it likes. With any
+    `stop_ids` it also ends at what the model's folder calls an end; without, at nothing."""
+    params: Body = {"max_new_tokens": max_tokens, "temperature": temperature, "ignore_eos": not stop_ids}
+    params |= {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "stop_token_ids": list(stop_ids)}
     return params if seed is None else params | {"sampling_seed": seed % SEEDS}
 
 

@@ -142,6 +142,17 @@ def binary() -> Path:
     return Path(found)
 
 
+def exit_status(process: subprocess.Popen[bytes]) -> int | None:
+    """The status of a child, negative for a signal; None while it runs. It stays unreaped where the system can tell it
+    without: its number is nobody else's, and so may be signalled with the group that it leads."""
+    if process.returncode is not None or not hasattr(os, "waitid"):  # macOS before Python 3.13 lacks it
+        return process.poll()
+    ended = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    if ended is None:
+        return None
+    return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
+
+
 def die_with_parent() -> None:
     """Between fork and exec on Linux: have the kernel end this child when the process that started it is gone."""
     if sys.platform == "linux":

@@ -18,6 +18,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from reef_bus.embedded import exit_status
+
 ASK_S = 1.0  # what a process left behind gets to end by itself
 POLL_S = 0.01
 PROC = Path("/proc")
@@ -39,7 +41,7 @@ class Child:
         """Its exit status, negative for a signal; None while it runs."""
         with self._looking:  # from the loop, and from a thread that cleans up and reaps
             if self.exit is None:
-                self.exit = _exit(self.process)
+                self.exit = exit_status(self.process)
             return self.exit
 
     def send(self, number: int) -> None:
@@ -101,16 +103,6 @@ class Found(NamedTuple):
     pid: int
     group: int
     session: int
-
-
-def _exit(process: subprocess.Popen[bytes]) -> int | None:
-    """The status of a process, which stays unreaped where the system can tell it without."""
-    if not hasattr(os, "waitid"):  # macOS before Python 3.13
-        return process.poll()
-    ended = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-    if ended is None:
-        return None
-    return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
 
 
 def _session(leader: int) -> list[Found]:

@@ -300,6 +300,19 @@ async def test_a_borrowed_server_is_loaded_while_others_use_it_and_lives_on(
     assert (await subject.engine.answer(GREEDY)).versions == (("j:1", 16),)
 
 
+async def test_a_borrowed_server_that_a_killed_agent_left_paused_goes_on(
+    subject: Subject, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(KEY, "boot-1")
+    await subject.load(1, "j:2")
+    asked = await in_hand(subject)
+    await subject.engine.halt()
+    async with borrowing(subject, tmp_path) as found, asyncio.timeout(20):
+        assert (await found.engine.answer(GREEDY)).completion.ids == greedy(subject.policy(1), GREEDY)
+    assert len((await asked).completion.ids) == LONG.max_tokens
+    await subject.engine.go_on()
+
+
 @pytest.mark.parametrize(
     ("other", "key"),
     [({"tensor_parallel_size": 2}, "tensor-parallel-size"), ({"dtype": "bfloat16"}, "dtype")],

@@ -6,22 +6,36 @@ Knows: the modules beside the backend. Must not know: SGLang, which need not be 
 from __future__ import annotations
 
 import asyncio
+import collections
+import contextlib
 import http.server
 import itertools
+import os
 import threading
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
 import msgspec
+import psutil
 import pytest
 import safetensors.numpy
 
+from consumers.reef_engine.sglang import launch
 from consumers.reef_engine.sglang.adapters import Held, incomplete, layouts
 from consumers.reef_engine.sglang.backend import SGLangEngine, _read
 from consumers.reef_engine.sglang.borrowed import _differs, _holds_none
 from consumers.reef_engine.sglang.client import Client, words
-from consumers.reef_engine.sglang.launch import SHIMS, adapter_flags, environment, model_flags, server_flags
+from consumers.reef_engine.sglang.launch import (
+    SHIMS,
+    Process,
+    adapter_flags,
+    environment,
+    model_flags,
+    server_flags,
+    silent,
+)
 from consumers.reef_engine.sglang.limits import Limits
 from consumers.reef_engine.sglang.room import Room, place
 from consumers.reef_engine.sglang.sums import Oracle, Sums, flaw
@@ -257,6 +271,52 @@ def test_an_adapter_of_another_model_is_told_from_a_server_that_takes_none_now(
     server.room.close()
 
 
+class Refusing(Mute):
+    """It holds what it was given, and says to every call what it was told to."""
+
+    def __init__(self, room: Room, said: str) -> None:
+        self.room, self.said = room, said
+        self.asked: list[tuple[str, bool]] = []  # the route, and whether the adapter's folder was there
+
+    def post(self, route: str, *_: Any) -> Any:
+        self.asked.append((route, self.room.adapter("one").exists()))
+        raise TransferError("refused", f"/{route}: 400 {self.said}")
+
+
+NONE = "Failed to implicitly load LoRA adapter one: "
+
+
+@pytest.mark.parametrize(
+    ("said", "flaw"),
+    [
+        (NONE + "Repo id must be in the form 'repo_name'", ""),
+        ("Got LoRA adapter that has never been loaded: one", ""),
+        (NONE + "LoRA adapter 'one' has an incomplete unload. Retry the unload", "has an incomplete unload"),
+        ("Got LoRA adapter that has never been loaded: another", "another"),
+    ],
+)
+def test_an_adapter_is_gone_when_the_server_knows_none_of_its_name(
+    model: Path, tmp_path: Path, said: str, flaw: str
+) -> None:
+    server = held(model, tmp_path / "room")
+    server.room.keep("one", down(2), Lora(2, 4, ("down_proj",)))
+    server.client = refusing = Refusing(server.room, said)  # type: ignore[assignment]
+    found = server.unload("one")
+    assert flaw in found and bool(found) == bool(flaw)
+    assert refusing.asked == [("unload_lora_adapter", False), ("generate", False)]  # else it would be loaded again
+
+
+def test_a_folder_that_cannot_be_taken_away_is_a_leak_and_the_server_is_told_to_unload(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = held(model, tmp_path / "room")
+    server.room.keep("one", down(2), Lora(2, 4, ("down_proj",)))
+    server.client = refusing = Refusing(server.room, NONE)  # type: ignore[assignment]
+    monkeypatch.setattr(Path, "rename", lambda *_: (_ for _ in ()).throw(PermissionError(13, "not yours")))
+    assert "not yours" in server.unload("one")
+    assert [route for route, _ in refusing.asked] == ["unload_lora_adapter", "generate"]
+
+
 # -- the room
 
 
@@ -302,24 +362,27 @@ def test_weights_of_the_model_folder_are_not_copied(model: Path, tmp_path: Path)
 
 
 def test_they_are_there_while_a_server_starts_that_needs_some(model: Path, tmp_path: Path) -> None:
-    names = ("model.safetensors.index.json", "model-1.safetensors", "model.safetensors")
-    for name in names:
+    names = ("model.safetensors.index.json", "model-1.safetensors", "model.safetensors", "a.bin", "b.pt")
+    for name in (*names, "consolidated.safetensors", "training_args.bin", "c.onnx"):
         (model / name).write_bytes(b"the model's own")
     room = Room(model, tmp_path / "room")
-    with room.furnished(model):
+    with contextlib.suppress(KeyError), room.furnished(model):
         assert all((room.folder / name).read_bytes() == b"the model's own" for name in names)
+        assert {file.name for file in room.folder.iterdir()} == {"config.json", "tmp", *names}
+        raise KeyError  # as where the start fails
     assert {file.name for file in room.folder.iterdir()} == {"config.json", "tmp"}
-    room.fit({"a": ("F32", (1,), 4)})
     assert all((model / name).read_bytes() == b"the model's own" for name in names)
 
 
-@pytest.mark.parametrize("name", ["model.safetensors.index.json", "tokenizer.json"])
+@pytest.mark.parametrize("name", ["model.safetensors.index.json", "consolidated.safetensors", "model.onnx", "dir"])
 def test_a_model_folder_without_weights_starts_no_server_that_needs_some(
     model: Path, tmp_path: Path, name: str
 ) -> None:
     (model / name).write_bytes(b"{}")
+    (model / "a.bin").mkdir()
+    (model / "b.safetensors").symlink_to("nowhere")
     with (
-        pytest.raises(Rejected, match=r"inference\.model-path\) has none; put them there, or choose another"),
+        pytest.raises(Rejected, match=r"inference\.model-path\) has none that it reads .*; put them there, or choose"),
         Room(model, tmp_path / "room").furnished(model),
     ):
         pass
@@ -334,6 +397,19 @@ def test_an_adapter_lies_in_the_room_as_pefts_folder_until_it_is_dropped(model: 
     for name in ("one", "one", "never"):
         room.drop(name)
     assert room.adapters() == {"other"} and [file.name for file in (room.folder / "adapters").iterdir()] == ["other"]
+
+
+def test_what_cannot_be_removed_is_out_of_the_way_all_the_same(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    room = Room(model, tmp_path / "room")
+    for name in ("one", "other"):
+        room.keep(name, down(2), Lora(2, 4, ("down_proj",)))
+    monkeypatch.setattr("shutil.rmtree", lambda *_, **__: None)
+    for name in ("one", "other"):
+        room.drop(name)
+        assert not room.adapter(name).exists()
+    assert room.adapters() == set()
 
 
 def test_a_socket_fits_into_the_room_of_an_engine_with_the_longest_name(
@@ -369,6 +445,109 @@ def test_sums_are_compared_rank_by_rank_and_name_by_name() -> None:
     assert flaw(expected, ranks(right[0])) == "the server spoke for ranks [0], expected 2"
     copy = [*ranks({**right[0], "a": "0"}), *ranks(*right)]
     assert flaw(expected, copy) == "the server spoke for ranks [0, 0, 1], expected 2"
+
+
+# -- the server's process
+
+
+FAMILY = """
+import subprocess, sys, time
+subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+print("up", flush=True)
+time.sleep({seconds})
+"""
+
+
+@pytest.mark.parametrize("seconds", [0, 60], ids=["it has ended by itself", "it runs"])
+def test_a_server_is_ended_with_all_that_it_has_started(tmp_path: Path, seconds: int) -> None:
+    process = Process(["-c", FAMILY.format(seconds=seconds)], dict(os.environ), tmp_path / "log")
+    leader = psutil.Process(process.process.pid)
+    wait_for(lambda: "up" in process.last_words())
+    children = group_of(leader.pid) - {leader}
+    assert len(children) == 1
+    if not seconds:
+        wait_for(lambda: leader.status() == psutil.STATUS_ZOMBIE)
+    process.end()
+    process.end()
+    assert not psutil.wait_procs([leader, *children], timeout=5)[1]
+
+
+def group_of(leader: int) -> set[psutil.Process]:
+    return {each for each in psutil.process_iter() if _group(each.pid) == leader}
+
+
+def _group(pid: int) -> int:
+    try:
+        return os.getpgid(pid)
+    except ProcessLookupError:
+        return 0
+
+
+def wait_for(met: Callable[[], bool]) -> None:
+    until = time.monotonic() + 10
+    while not met():
+        assert time.monotonic() < until
+        time.sleep(0.02)
+
+
+async def test_who_waits_for_a_server_hears_that_it_is_starting_and_when_it_is_given_up(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch, "SAY_S", 0.1)
+    caplog.set_level("INFO")
+    process = Process(["-c", "import time; print('loading', flush=True); time.sleep(60)"], {}, tmp_path / "e0.log")
+    with pytest.raises(Unavailable, match=r"(?s)did not come up within 1 s \(inference.start-s\).*loading"):
+        await process.ready(Client("http://127.0.0.1:1", ""), 1.0)
+    process.end()
+    said = [each.getMessage() for each in caplog.records]
+    assert said and all("SGLang has been starting for" in each and str(process.out) in each for each in said)
+
+
+class Lively(http.server.BaseHTTPRequestHandler):
+    """Answers what it is asked for, as long as it is told to."""
+
+    answers: ClassVar[collections.deque[bool]] = collections.deque()
+
+    def do_GET(self) -> None:
+        self.send_response(200 if not self.answers or self.answers.popleft() else 503)
+        self.end_headers()
+
+    def log_message(self, *_: Any) -> None: ...
+
+
+@pytest.fixture
+def lively() -> Iterator[Client]:
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Lively)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield Client(f"http://127.0.0.1:{server.server_port}", "")
+    server.shutdown()
+    server.server_close()
+
+
+async def test_a_server_that_gives_no_sign_of_life_is_given_up_after_several_looks(lively: Client) -> None:
+    Lively.answers.extend([True, False, False, True, False, False, False, True])
+    assert await silent(lively, "server_info", 0.01) == f"the server at {lively.url} answers no more"
+    assert Lively.answers == collections.deque([True])
+    Lively.answers.clear()
+
+
+async def test_a_server_that_is_busy_with_what_it_was_asked_to_do_is_not_looked_at(lively: Client) -> None:
+    Lively.answers.extend([False] * 6)
+    lively.in_hand.add(loading := object())
+    watching = asyncio.create_task(silent(lively, "server_info", 0.01))
+    await asyncio.sleep(0.2)
+    assert not watching.done() and len(Lively.answers) == 6
+    lively.in_hand.discard(loading)
+    await asyncio.wait_for(watching, 5)
+    assert len(Lively.answers) == 3
+    Lively.answers.clear()
+
+
+def test_a_call_is_in_hand_until_it_is_answered_however(client: Client) -> None:
+    for route in ("200", "400", "gone"):
+        with contextlib.suppress(TransferError, Unavailable):
+            client.post(route, {})
+        assert not client.in_hand
 
 
 # -- answers

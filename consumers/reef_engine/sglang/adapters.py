@@ -15,7 +15,7 @@ from consumers.reef_engine.sglang.client import Client
 from consumers.reef_engine.sglang.limits import Limits
 from consumers.reef_engine.sglang.probes import Probe, Reference
 from consumers.reef_engine.sglang.room import Room
-from reef_bus.backends import Layout, Pieces, Proof
+from reef_bus.backends import Layout, Piece, Pieces, Proof
 from reef_bus.config import Config
 from reef_bus.errors import Misfit, Rejected, TransferError, Unavailable
 from reef_bus.events import Lora
@@ -48,7 +48,7 @@ class Held:
     def load(self, name: str, tensors: Pieces, lora: Lora) -> None:
         if flaw := self._full(name):
             raise TransferError("refused", f"adapter {name}: {flaw}")
-        if flaw := self._unfit(describe(tensors).layouts(), lora):
+        if flaw := self._unfit({each: _layout(piece) for each, piece in tensors.items()}, lora):
             raise Misfit("mismatch", f"adapter {name}: {flaw}")
         self._kept(name, tensors, lora)
         if self.reads:
@@ -120,14 +120,22 @@ class Held:
     def unload(self, name: str) -> str:
         """Once a server has unloaded an adapter that it read from a folder, the next request that names it loads it
         again, if the folder is there. So that goes first, and what the server makes of such a request is asked."""
+        there = self._dropped(name)
         try:
-            self.room.drop(name)
             said = self._told(name)
             if name in self.listed():
                 return f"the server still lists it; it said: {said}"
-        except (OSError, TransferError) as error:
+        except TransferError as error:
             return str(error)
-        return self._answers(name)
+        return self._answers(name) or there
+
+    def _dropped(self, name: str) -> str:
+        """Why its folder is still there."""
+        try:
+            self.room.drop(name)
+        except OSError as error:
+            return f"its folder cannot be taken away: {error}"
+        return ""
 
     def _told(self, name: str) -> str:
         try:
@@ -141,7 +149,8 @@ class Held:
         try:
             self._asked("generate", requests.probe(self.probe[:2], adapter=name))
         except TransferError as error:
-            return "" if any(f"{words} {name}" in str(error) for words in requests.NO_ADAPTER) else str(error)
+            gone = any(f"{words} {name}" in str(error) for words in requests.NO_ADAPTER)
+            return "" if gone and requests.INCOMPLETE not in str(error) else str(error)
         return "the server still answers requests that name it"
 
     def listed(self) -> frozenset[str]:
@@ -155,6 +164,10 @@ class Held:
 def reads_folders(config: Config) -> bool:
     """Whether adapters take the way of the base model: a server that reads that from a folder reads them, too."""
     return config.adapters.most() > 0 and config.inference.update == "disk"
+
+
+def _layout(piece: Piece) -> Layout:
+    return piece.dtype, tuple(piece.shape), piece.data.nbytes
 
 
 def _drawn(place: int) -> int:

@@ -1,4 +1,5 @@
-"""An SGLang server that somebody else runs, and lends to an agent: looked at, and never ended.
+"""An SGLang server that somebody else runs, and lends to an agent: looked at, and never ended. Whoever lent it may end
+it at any time; then the boot of its agent ends, and a new one waits for it.
 
 Knows: one client, what the configuration says of the server. Must not know: how it was started, or by whom.
 """
@@ -9,47 +10,40 @@ import asyncio
 import time
 from typing import Any
 
+from consumers.reef_engine.sglang import requests
 from consumers.reef_engine.sglang.client import Client
-from consumers.reef_engine.sglang.launch import POLL_S, healthy
+from consumers.reef_engine.sglang.launch import POLL_S
 from reef_bus.config import Inference
 from reef_bus.errors import Rejected, TransferError, Unavailable
 from reef_bus.runner import blocking
 from reef_bus.sections import Adapters
 
-LOOK_S = 2.0
-MISSES = 3  # so many calls in a row without an answer: it is gone
+ASK_S = 5.0
 
 
-class Borrowed:
-    """Whoever lent it may end it at any time; then the boot of its agent ends, and a new one waits for it."""
+async def ready(client: Client, inference: Inference, adapters: Adapters, *, spans: bool) -> None:
+    """Wait until it generates; one that an agent left paused is told to. `spans`: an answer may be made by several
+    versions. Raises Unavailable when it does not in time, and Rejected for another one than the configuration says:
+    what it has to hold could not be worked out."""
+    until = time.monotonic() + inference.start_s
+    while not await blocking(_generates, client):
+        if time.monotonic() > until:
+            raise Unavailable(f"no SGLang generates at {client.url} (waited {inference.start_s:g} s)")
+        await asyncio.sleep(POLL_S)
+    said = await blocking(client.get, "server_info")
+    if wrong := _differs(said, inference, spans=spans) or (adapters.most() and _holds_none(said, adapters)):
+        raise Rejected(f"the server at {client.url} {wrong}")
 
-    def __init__(self, client: Client) -> None:
-        self.client = client
 
-    async def ready(self, inference: Inference, adapters: Adapters, *, spans: bool) -> None:
-        """Wait until it generates; `spans`: an answer may be made by several versions. Raises Unavailable when
-        it does not in time, and Rejected for another one than the configuration says: what it has to hold could not be
-        worked out."""
-        until = time.monotonic() + inference.start_s
-        while not await blocking(healthy, self.client):
-            if time.monotonic() > until:
-                raise Unavailable(f"no SGLang generates at {self.client.url} (waited {inference.start_s:g} s)")
-            await asyncio.sleep(POLL_S)
-        said = await blocking(self.client.get, "server_info")
-        if wrong := _differs(said, inference, spans=spans) or (adapters.most() and _holds_none(said, adapters)):
-            raise Rejected(f"the server at {self.client.url} {wrong}")
-
-    async def ended(self) -> str:
-        """Wait until it has answered nothing for a while; says so."""
-        missed = 0
-        while missed < MISSES:
-            await asyncio.sleep(LOOK_S)
-            try:
-                await blocking(self.client.get, "model_info", LOOK_S)
-                missed = 0
-            except (TransferError, Unavailable):
-                missed += 1
-        return f"the server at {self.client.url} answers no more"
+def _generates(client: Client) -> bool:
+    """Whether it is up, and goes on if it was paused."""
+    try:
+        client.get("model_info", ASK_S)
+        client.post("continue_generation", requests.continue_generation(), ASK_S)
+        client.get("health", ASK_S)
+    except (TransferError, Unavailable):
+        return False
+    return True
 
 
 def _differs(said: dict[str, Any], inference: Inference, *, spans: bool) -> str:

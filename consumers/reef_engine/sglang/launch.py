@@ -21,7 +21,7 @@ from pathlib import Path
 
 from consumers.reef_engine.sglang.client import Client
 from reef_bus.config import Inference
-from reef_bus.embedded import die_with_parent
+from reef_bus.embedded import die_with_parent, exit_status
 from reef_bus.errors import Rejected, TransferError, Unavailable
 from reef_bus.runner import blocking
 from reef_bus.sections import Adapters
@@ -30,6 +30,9 @@ log = logging.getLogger(__name__)
 
 SHIMS = Path(__file__).parent / "cpu"
 POLL_S = 0.25
+LOOK_S = 10.0
+ANSWER_S = 30.0
+MISSES = 3  # so many looks in a row without an answer: it hangs, or is gone
 SAY_S = 10.0
 TIDY_S = 0.5  # for Python's own tracker, which gives back the semaphores of processes that were killed
 LAST_LINES = 12
@@ -141,8 +144,8 @@ class Process:
         began = said = time.monotonic()
         while not await blocking(healthy, client):
             now = time.monotonic()
-            if self.process.poll() is not None:
-                raise Unavailable(f"SGLang ended with status {self.process.returncode}:{self.last_words()}")
+            if (status := exit_status(self.process)) is not None:
+                raise Unavailable(f"SGLang ended with status {status}:{self.last_words()}")
             if now - began > limit_s:
                 raise Unavailable(
                     f"SGLang did not come up within {limit_s:g} s (inference.start-s):{self.last_words()}"
@@ -155,23 +158,40 @@ class Process:
 
     async def ended(self) -> str:
         """Wait until it has ended by itself; says how."""
-        while (status := self.process.poll()) is None:  # noqa: ASYNC110 - nobody else would set an event
+        while (status := exit_status(self.process)) is None:  # noqa: ASYNC110 - nobody else would set an event
             await asyncio.sleep(POLL_S)
         return f"SGLang ended with status {status}:{self.last_words()}"
 
     def end(self) -> None:
-        """End it, and then whatever it started: it has nothing that could be lost. Safe to repeat."""
-        if self.process.poll() is None:  # else its number may be another's by now; what it started has ended with it
+        """End it, if it has not ended by itself, and then whatever it started: it has nothing that could be lost. Safe
+        to repeat."""
+        if exit_status(self.process) is None:
             self.process.kill()
-            time.sleep(TIDY_S)  # its number stays taken until it is waited for
+            time.sleep(TIDY_S)
+        if self.process.returncode is None:  # else it was waited for, and its number may be another's by now
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
 
 
 def healthy(client: Client) -> bool:
+    """Whether it generates, if it is not paused: one that is may say either."""
+    return _answers(client, "health", 5.0)
+
+
+async def silent(client: Client, route: str, look_s: float = LOOK_S, answer_s: float = ANSWER_S) -> str:
+    """Wait until it has not answered there for a while, other than while it does what it was asked to; says so."""
+    missed = 0
+    while missed < MISSES:
+        await asyncio.sleep(look_s)
+        lives = bool(client.in_hand) or await blocking(_answers, client, route, answer_s)
+        missed = 0 if lives or client.in_hand else missed + 1
+    return f"the server at {client.url} answers no more"
+
+
+def _answers(client: Client, route: str, timeout_s: float) -> bool:
     try:
-        client.get("health", timeout_s=5.0)
+        client.get(route, timeout_s=timeout_s)
     except (TransferError, Unavailable):
         return False
     return True

@@ -95,6 +95,9 @@ def probe(ids: Sequence[int], *, adapter: str) -> Body:
 NO_ADAPTER = ("Got LoRA adapter that has never been loaded:", "Failed to implicitly load LoRA adapter")
 """How the server refuses a request for an adapter that it has not; the adapter's name follows."""
 
+INCOMPLETE = "has an incomplete unload"
+"""And then still holds it, in one rank at least: it has to be told once more."""
+
 
 def sampling_params(max_tokens: int, temperature: float, seed: int | None = None, stop_ids: Sequence[int] = ()) -> Body:
     """The whole distribution, said outright: what is left out, a server's --preferred-sampling-params may fill in. A

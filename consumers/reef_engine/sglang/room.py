@@ -10,6 +10,7 @@ import contextlib
 import hashlib
 import mmap
 import os
+import secrets
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -21,6 +22,8 @@ from reef_bus.peft_folder import write_peft_folder
 from reef_bus.safetensors_file import laid_out
 
 WEIGHTS = "model.safetensors"
+READ = (".safetensors", ".bin", ".pt")
+"""What of a folder SGLang 0.5.23 reads by itself, but for what is laid out otherwise (`consolidated`)."""
 WEIGHTS_OF_OTHERS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx")
 SHARED = Path("/dev/shm")
 ADAPTERS = "adapters"
@@ -48,25 +51,28 @@ class Room:
         self.folder.mkdir(mode=0o700)  # fails for one that another user put there
         self.scratch.mkdir(mode=0o700)
         for file in model.iterdir():
-            if file.is_file() and not _of_weights(file):
+            if file.is_file() and file.suffix not in WEIGHTS_OF_OTHERS and "index" not in file.name:
                 shutil.copy2(file, self.folder / file.name)
 
     @contextlib.contextmanager
     def furnished(self, model: Path) -> Iterator[None]:
-        """With the weights of the model's own folder, too, meanwhile. Raises Rejected where it has none."""
-        links = {self.folder / file.name: file for file in model.iterdir() if _of_weights(file)}
-        if not any(file.suffix in WEIGHTS_OF_OTHERS for file in links.values()):
+        """With the weights of the model's own folder, too, meanwhile. Raises Rejected where it has none that SGLang
+        reads."""
+        weights = [file for file in model.iterdir() if _read_by_itself(file)]
+        if not weights:
             raise Rejected(
                 f"inference.update disk: SGLang loads adapters from folders only if it was started with weights, and "
-                f"{model} (inference.model-path) has none; put them there, or choose another inference.update"
+                f"{model} (inference.model-path) has none that it reads ({', '.join(READ)}); put them there, or choose "
+                "another inference.update"
             )
-        for link, file in links.items():
-            link.symlink_to(file.resolve())
+        files = [*weights, *model.glob("*.index.json")]
         try:
+            for file in files:
+                (self.folder / file.name).symlink_to(file.absolute())
             yield
         finally:
-            for link in links:
-                link.unlink(missing_ok=True)
+            for file in files:
+                (self.folder / file.name).unlink(missing_ok=True)
 
     @property
     def scratch(self) -> Path:
@@ -96,11 +102,11 @@ class Room:
         write_peft_folder(self.adapter(name), tensors, lora, str(self.folder))
 
     def drop(self, name: str) -> None:
-        """At once for whoever looks for it, if it is here."""
-        away = self.folder / ADAPTERS / ".gone"
+        """At once for whoever looks for it, if it is here. Raises OSError."""
+        away = self.folder / ADAPTERS / f".{secrets.token_hex(8)}"
         with contextlib.suppress(FileNotFoundError):
             self.adapter(name).rename(away)
-            shutil.rmtree(away)
+            shutil.rmtree(away, ignore_errors=True)
 
     def fit(self, layouts: Mapping[str, Layout]) -> Pieces:
         """Writable views for tensors of these layouts: the same ones, as long as they are asked for the same."""
@@ -135,8 +141,9 @@ class Room:
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
-def _of_weights(file: Path) -> bool:
-    return file.suffix in WEIGHTS_OF_OTHERS or "index" in file.name
+def _read_by_itself(file: Path) -> bool:
+    other = file.name.startswith("consolidated") or file.name == "training_args.bin"
+    return file.suffix in READ and not other and file.is_file()
 
 
 def place(state_dir: Path, engine: str) -> Path:

@@ -8,13 +8,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any
 
+from consumers.reef_engine.sglang import borrowed
 from consumers.reef_engine.sglang.adapters import Held, incomplete, reads_folders
 from consumers.reef_engine.sglang.backend import SGLangEngine
-from consumers.reef_engine.sglang.borrowed import Borrowed
 from consumers.reef_engine.sglang.client import Client
 from consumers.reef_engine.sglang.launch import (
     Process,
@@ -25,6 +24,7 @@ from consumers.reef_engine.sglang.launch import (
     model_flags,
     require_installed,
     server_flags,
+    silent,
 )
 from consumers.reef_engine.sglang.limits import Limits
 from consumers.reef_engine.sglang.probes import Reference
@@ -39,11 +39,12 @@ from reef_bus.runner import blocking
 
 KEY = "SGLANG_API_KEY"
 """The environment's variable with the key of servers that are borrowed."""
+BORROWED_LOOK_S = 2.0  # its process is not ours to look at
 
 
 async def start(config: Config, me: Me, died: Callable[[str], None], stack: contextlib.AsyncExitStack) -> SGLangEngine:
-    """An engine that may be loaded. `died` is told, once, when its server ends by itself later on. Raises Rejected for
-    a configuration that no server comes of, and Unavailable when it does not come up."""
+    """An engine that may be loaded. `died` is told when its server ends by itself later on, or hangs. Raises Rejected
+    for a configuration that no server comes of, and Unavailable when it does not come up."""
     require_installed()
     if config.adapters.most() and (unfit := incomplete(config.adapters.targets)):
         raise Rejected(f"adapters.targets: {unfit}")
@@ -64,7 +65,8 @@ async def start(config: Config, me: Me, died: Callable[[str], None], stack: cont
     saver = config.training.colocate and where == "cuda"  # without a GPU the server says yes, and keeps everything
     if url := inference.urls.get(me.id):
         client = Client(url.rstrip("/"), os.environ.get(KEY, ""))
-        ended = await _borrowed(config, client, spans)
+        await borrowed.ready(client, inference, config.adapters, spans=spans)
+        ends = [silent(client, "model_info", BORROWED_LOOK_S, BORROWED_LOOK_S)]
     else:
         port, weights = free_port(), reads_folders(config)
         client = Client(f"http://127.0.0.1:{port}", me.boot)
@@ -74,20 +76,14 @@ async def start(config: Config, me: Me, died: Callable[[str], None], stack: cont
             server = Process(argv, around, run / f"{me.id}.sglang.log")
             stack.callback(server.end)
             await server.ready(client, inference.start_s)
-        ended = server.ended()
-    watching = asyncio.create_task(_watch(ended, died))
-    stack.callback(watching.cancel)
+        ends = [server.ended(), silent(client, "server_info")]  # which its scheduler answers, also while it is paused
+    for end in ends:
+        stack.callback(asyncio.create_task(_watch(end, died)).cancel)
     held = Held(client, room, reference, config, where) if reference else None
     engine = SGLangEngine(inference, client, room, oracle, where, died, held, spans=spans, borrowed=bool(url))
     engine.releases = REGIONS if saver else ()
     stack.push_async_callback(engine.disconnect)
     return engine
-
-
-async def _borrowed(config: Config, client: Client, spans: bool) -> Coroutine[Any, Any, str]:
-    server = Borrowed(client)
-    await server.ready(config.inference, config.adapters, spans=spans)
-    return server.ended()
 
 
 async def _watch(ended: Awaitable[str], died: Callable[[str], None]) -> None:

@@ -7,7 +7,6 @@ Knows: the demo as a person runs it, and every record that it leaves. Must not k
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 from pathlib import Path
 from typing import Any
@@ -55,13 +54,17 @@ class Routed(Watched):
     async def _roll(self, session: aiohttp.ClientSession, scenario: str) -> None:
         url = f"http://127.0.0.1:{self.config.inference.router_port}/generate"
         body = {"input_ids": PROMPT, "sampling_params": SAMPLING, "return_logprob": True, "lora_path": scenario or None}
+        up = False
         while True:
-            with contextlib.suppress(aiohttp.ClientConnectorError):  # it may not be up yet
+            try:
                 async with session.post(url, json=body) as reply:
+                    up = True
                     if reply.status != 200:
                         self.refused.append(f"{reply.status} {await reply.text()}")
                     else:
                         self._keep(scenario, await reply.json())
+            except aiohttp.ClientError as error:
+                self.refused += [repr(error)] if up else []
             await asyncio.sleep(0.1)
 
     def _keep(self, scenario: str, said: dict[str, Any]) -> None:

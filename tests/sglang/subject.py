@@ -82,10 +82,12 @@ def _replaced(engine: SGLangEngine, inference: dict[str, object]):  # type: igno
 
 
 def config(folder: Path, adapters: Adapters = NO_ADAPTERS, **inference: object) -> Config:
-    """A deployment of which only the engine is started, from a folder with weights of no version. Paused in place, it
-    keeps what it has computed."""
+    """A deployment of which only the engine is started, from a folder with weights of no version, by which every token
+    is an end. Paused in place, it keeps what it has computed."""
     model = folder / "model"
     write_model_folder(model, SHAPE, pieces(dict(new_policy(SHAPE, 0).named_parameters())))
+    said = msgspec.json.decode((model / "config.json").read_bytes())
+    (model / "config.json").write_bytes(msgspec.json.encode({**said, "eos_token_id": list(range(SHAPE.vocab))}))
     chosen = {"max_batch": 16, "dtype": "float32", "prefix_cache": False, **inference}
     return Config(
         state_dir=str(folder),

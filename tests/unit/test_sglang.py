@@ -327,7 +327,8 @@ def test_what_is_written_into_the_room_is_a_safetensors_file(model: Path, tmp_pa
     pieces["a"].data[:] = b"\x01\x00\x02\x00\x03\x00"
     found = safetensors.numpy.load_file(room.weights)
     assert found["b"].tolist() == [1.0, 2.0] and found["a"].tolist() == [[1], [2], [3]]
-    assert (room.folder / "config.json").read_bytes() == (model / "config.json").read_bytes()
+    there, here = (msgspec.json.decode((folder / "config.json").read_bytes()) for folder in (model, room.folder))
+    assert here == there
 
 
 def test_a_room_is_made_anew_for_other_tensors_and_nothing_of_an_earlier_boot_is_left(
@@ -397,6 +398,17 @@ def test_an_adapter_lies_in_the_room_as_pefts_folder_until_it_is_dropped(model: 
     for name in ("one", "one", "never"):
         room.drop(name)
     assert room.adapters() == {"other"} and [file.name for file in (room.folder / "adapters").iterdir()] == ["other"]
+
+
+def test_nothing_in_the_room_ends_an_answer(model: Path, tmp_path: Path) -> None:
+    """Transformers assumes an end where a configuration of some models names none: so it is said outright."""
+    said = {"vocab_size": 9, "eos_token_id": [2, 3], "text_config": {"eos_token_id": 4, "vocab_size": 9}}
+    (model / "config.json").write_bytes(msgspec.json.encode(said))
+    (model / "generation_config.json").write_bytes(b'{"eos_token_id": 5}')
+    room = Room(model, tmp_path / "room")
+    found = msgspec.json.decode((room.folder / "config.json").read_bytes())
+    nothing = {"eos_token_id": None, "vocab_size": 9}
+    assert found == {**nothing, "text_config": nothing} and not (room.folder / "generation_config.json").exists()
 
 
 def test_what_cannot_be_removed_is_out_of_the_way_all_the_same(

@@ -14,6 +14,9 @@ import secrets
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
+
+import msgspec
 
 from reef_bus.backends import Layout, Piece, Pieces
 from reef_bus.errors import Rejected, TransferError, Unavailable
@@ -25,6 +28,7 @@ WEIGHTS = "model.safetensors"
 READ = (".safetensors", ".bin", ".pt")
 """What of a folder SGLang 0.5.23 reads by itself, but for what is laid out otherwise (`consolidated`)."""
 WEIGHTS_OF_OTHERS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx")
+CONFIG, GENERATION = "config.json", "generation_config.json"
 SHARED = Path("/dev/shm")
 ADAPTERS = "adapters"
 NAMED = 32
@@ -32,7 +36,8 @@ NAMED = 32
 
 
 class Room:
-    """One engine's. Its folder has the model's configuration from the beginning; weights, once it was made to fit."""
+    """One engine's. Its folder has the model's configuration from the beginning, but for what ends an answer; weights,
+    once it was made to fit."""
 
     def __init__(self, model: Path, folder: Path) -> None:
         """`folder` is ours alone, and whatever an earlier boot left there goes. Raises Unavailable where that cannot
@@ -51,8 +56,10 @@ class Room:
         self.folder.mkdir(mode=0o700)  # fails for one that another user put there
         self.scratch.mkdir(mode=0o700)
         for file in model.iterdir():
-            if file.is_file() and file.suffix not in WEIGHTS_OF_OTHERS and "index" not in file.name:
+            weights = file.suffix in WEIGHTS_OF_OTHERS or "index" in file.name
+            if file.is_file() and not weights and file.name not in (CONFIG, GENERATION):
                 shutil.copy2(file, self.folder / file.name)
+        (self.folder / CONFIG).write_bytes(_without_ends((model / CONFIG).read_bytes()))
 
     @contextlib.contextmanager
     def furnished(self, model: Path) -> Iterator[None]:
@@ -139,6 +146,16 @@ class Room:
 
     def close(self) -> None:
         shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def _without_ends(config: bytes) -> bytes:
+    """What ends an answer comes with each prompt. A server would take the model's own ends for more of that, also such
+    as transformers only assumes."""
+    said = msgspec.json.decode(config, type=dict[str, Any])
+    for part in (said, said.get("text_config")):
+        if isinstance(part, dict):
+            part["eos_token_id"] = None
+    return msgspec.json.encode(said)
 
 
 def _read_by_itself(file: Path) -> bool:

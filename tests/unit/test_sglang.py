@@ -538,7 +538,7 @@ def lively() -> Iterator[Client]:
 
 async def test_a_server_that_gives_no_sign_of_life_is_given_up_after_several_looks(lively: Client) -> None:
     Lively.answers.extend([True, False, False, True, False, False, False, True])
-    assert await silent(lively, "server_info", 0.01) == f"the server at {lively.url} answers no more"
+    assert await silent(lively, "server_info", 0.01, misses=3) == f"the server at {lively.url} answers no more"
     assert Lively.answers == collections.deque([True])
     Lively.answers.clear()
 
@@ -546,7 +546,7 @@ async def test_a_server_that_gives_no_sign_of_life_is_given_up_after_several_loo
 async def test_a_server_that_is_busy_with_what_it_was_asked_to_do_is_not_looked_at(lively: Client) -> None:
     Lively.answers.extend([False] * 6)
     lively.in_hand.add(loading := object())
-    watching = asyncio.create_task(silent(lively, "server_info", 0.01))
+    watching = asyncio.create_task(silent(lively, "server_info", 0.01, misses=3))
     await asyncio.sleep(0.2)
     assert not watching.done() and len(Lively.answers) == 6
     lively.in_hand.discard(loading)

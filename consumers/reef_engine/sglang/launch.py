@@ -30,9 +30,9 @@ log = logging.getLogger(__name__)
 
 SHIMS = Path(__file__).parent / "cpu"
 POLL_S = 0.25
-LOOK_S = 10.0
-ANSWER_S = 30.0
-MISSES = 3  # so many looks in a row without an answer: it hangs, or is gone
+LOOK_S, ANSWER_S, MISSES = 10.0, 30.0, 8
+"""A server is looked at so often; after so many looks in a row without an answer it hangs. Five minutes, for which SGLang
+itself waits for a batch (--watchdog-timeout): a first one may compile its kernels."""
 SAY_S = 10.0
 TIDY_S = 0.5  # for Python's own tracker, which gives back the semaphores of processes that were killed
 LAST_LINES = 12
@@ -179,10 +179,12 @@ def healthy(client: Client) -> bool:
     return _answers(client, "health", 5.0)
 
 
-async def silent(client: Client, route: str, look_s: float = LOOK_S, answer_s: float = ANSWER_S) -> str:
+async def silent(
+    client: Client, route: str, look_s: float = LOOK_S, answer_s: float = ANSWER_S, misses: int = MISSES
+) -> str:
     """Wait until it has not answered there for a while, other than while it does what it was asked to; says so."""
     missed = 0
-    while missed < MISSES:
+    while missed < misses:
         await asyncio.sleep(look_s)
         lives = bool(client.in_hand) or await blocking(_answers, client, route, answer_s)
         missed = 0 if lives or client.in_hand else missed + 1

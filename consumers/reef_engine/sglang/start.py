@@ -39,7 +39,8 @@ from reef_bus.runner import blocking
 
 KEY = "SGLANG_API_KEY"
 """The environment's variable with the key of servers that are borrowed."""
-BORROWED_LOOK_S = 2.0  # its process is not ours to look at
+GONE = (2.0, 2.0, 3)
+"""As `LOOK_S` and so on, for a server that is borrowed: its process is not ours to look at."""
 
 
 async def start(config: Config, me: Me, died: Callable[[str], None], stack: contextlib.AsyncExitStack) -> SGLangEngine:
@@ -66,7 +67,7 @@ async def start(config: Config, me: Me, died: Callable[[str], None], stack: cont
     if url := inference.urls.get(me.id):
         client = Client(url.rstrip("/"), os.environ.get(KEY, ""))
         await borrowed.ready(client, inference, config.adapters, spans=spans)
-        ends = [silent(client, "model_info", BORROWED_LOOK_S, BORROWED_LOOK_S)]
+        ends = [silent(client, "model_info", *GONE)]
     else:
         port, weights = free_port(), reads_folders(config)
         client = Client(f"http://127.0.0.1:{port}", me.boot)

@@ -31,8 +31,8 @@ log = logging.getLogger(__name__)
 SHIMS = Path(__file__).parent / "cpu"
 POLL_S = 0.25
 LOOK_S, ANSWER_S, MISSES = 10.0, 30.0, 8
-"""A server is looked at so often; after so many looks in a row without an answer it hangs. Five minutes, for which SGLang
-itself waits for a batch (--watchdog-timeout): a first one may compile its kernels."""
+"""A server is looked at so often; after so many looks in a row without an answer it hangs. Five minutes, for which
+SGLang itself waits for a batch (--watchdog-timeout): a first one may compile its kernels."""
 SAY_S = 10.0
 TIDY_S = 0.5  # for Python's own tracker, which gives back the semaphores of processes that were killed
 LAST_LINES = 12

@@ -66,9 +66,9 @@ def broadcast(
 
 
 def sender(device: str, ranks: int, options: Mapping[str, Any], gpus: int) -> tuple[str, str]:
-    """Where our tensors are while they are broadcast, and by which backend; `gpus`: how many are seen here. NCCL refuses
-    two ranks on one GPU, so ours is the first after the server's. Where there is none, tensors are sent from the host's
-    memory by gloo, which receives into a GPU's, too."""
+    """Where our tensors are while they are broadcast, and by which backend; `gpus`: how many this process sees. NCCL
+    refuses two ranks on one GPU, so ours is the first after the server's. Where there is none, gloo sends them from the
+    host's memory; it receives into a GPU's, too."""
     first = int(options.get("base-gpu-id", 0)) + ranks * int(options.get("gpu-id-step", 1))
     return (f"cuda:{first}", "nccl") if device == "cuda" and first < gpus else ("cpu", "gloo")
 

@@ -56,6 +56,10 @@ async def answers_as(subject: Subject, seed: int) -> bool:
     return right and not other
 
 
+def used(subject: Subject) -> int:
+    return int(subject.engine.client.get("v1/loads")["loads"][0]["num_used_tokens"])
+
+
 async def test_cuda_graphs_are_in_use(subject: Subject) -> None:
     """`disable_cuda_graph` is what was asked for, and `cuda_graph_config` what came of it."""
     said = subject.engine.client.get("server_info")
@@ -83,8 +87,8 @@ async def test_an_answer_goes_on_with_the_next_version(subject: Subject, prefix_
     await subject.engine.answer(GREEDY)  # the first one waits for kernels that are compiled
     with subject.with_(prefix_cache=prefix_cache):
         asked = asyncio.create_task(subject.engine.answer(LONG))
-        while subject.engine.client.get("v1/loads")["loads"][0]["num_used_tokens"] < 20:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)  # nobody here would set an event
+        while not asked.done() and used(subject) < 20:  # noqa: ASYNC110 - another process says it
+            await asyncio.sleep(0.01)
         await subject.engine.halt()
         await subject.load(2, "i:2")
         await subject.engine.go_on()

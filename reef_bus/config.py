@@ -55,6 +55,7 @@ OPTIONS = {
     **{name: f"inference.{name}" for name in ("device", "dtype")},
     "max-running-requests": "inference.max-batch",
     "disable-overlap-schedule": "publication.pause",
+    "enable-memory-saver": "training.colocate",
     **dict.fromkeys(("enable-lora", "lora-paths"), "adapters.scenarios"),
     "max-lora-rank": "adapters.rank",
     "lora-target-modules": "adapters.targets",
@@ -63,9 +64,9 @@ OPTIONS = {
     **dict.fromkeys(("pp", "pp-size", "pipeline-parallel-size", "nnodes"), "inference.tensor-parallel-size"),
     "config": "the options themselves",
     **dict.fromkeys(
-        ("host", "port", "api-key", "admin-api-key", "load-format", "weight-version", "skip-tokenizer-init"),
-        "nothing: the agent gives it",
+        ("host", "port", "api-key", "admin-api-key", "load-format", "weight-version"), "nothing: the agent gives it"
     ),
+    **dict.fromkeys(("skip-tokenizer-init", "skip-server-warmup"), "nothing: the agent gives it"),
 }
 """SGLang's options that `inference.options` may not name, and the key that stands for each."""
 LONGEST_LOAD_ID = f"{'f' * 32}:{10**12}"  # that any deployment will see

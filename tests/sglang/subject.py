@@ -99,18 +99,35 @@ def config(folder: Path, adapters: Adapters = NO_ADAPTERS, **inference: object) 
 
 @contextlib.asynccontextmanager
 async def running(folder: Path, adapters: Adapters = NO_ADAPTERS, **inference: object) -> AsyncIterator[Subject]:
+    async with serving(config(folder, adapters, **inference)) as found:
+        yield found
+
+
+@contextlib.asynccontextmanager
+async def serving(chosen: Config) -> AsyncIterator[Subject]:
     found = Subject()
     async with contextlib.AsyncExitStack() as stack:
-        found.engine = await start(config(folder, adapters, **inference), Me("e0", "boot-1"), found.died.append, stack)
+        found.engine = await start(chosen, Me("e0", "boot-1"), found.died.append, stack)
         yield found
 
 
 def logprobs(policy: Policy, prompt: Prompt, completion: Completion) -> torch.Tensor:
     """Of the completion's tokens at temperature 1, by the trainer's own forward pass."""
+    ids = torch.tensor(completion.ids)
+    return _table(policy, prompt, completion).gather(1, ids[:, None])[:, 0]
+
+
+def likeliest(policy: Policy, prompt: Prompt, completion: Completion, within: float) -> bool:
+    """Whether the policy finds none of the completion's tokens less likely than another by more than `within`: what is
+    greedy where a server rounds."""
+    best = _table(policy, prompt, completion).max(-1).values
+    return bool(best.sub(logprobs(policy, prompt, completion)).max() <= within)
+
+
+def _table(policy: Policy, prompt: Prompt, completion: Completion) -> torch.Tensor:
     ids = torch.tensor([[*prompt.ids, *completion.ids]])
     with torch.no_grad():
-        table = policy(ids).log_softmax(-1)[0, len(prompt.ids) - 1 : -1]
-    return table.gather(1, ids[0, len(prompt.ids) :, None])[:, 0]
+        return policy(ids).log_softmax(-1)[0, len(prompt.ids) - 1 : -1]
 
 
 def greedy(policy: Policy, prompt: Prompt) -> tuple[int, ...]:

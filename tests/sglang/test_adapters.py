@@ -81,8 +81,9 @@ NAMES = (f"reef-adapter-cmVk.i.{n}" for n in itertools.count(1))
 class Loaded:
     """An adapter on the server, and what it should be."""
 
-    def __init__(self, subject: Subject, tensors: Tensors, name: str = "") -> None:
-        self.subject, self.tensors, self.name = subject, tensors, name or next(NAMES)
+    def __init__(self, subject: Subject, tensors: Tensors, name: str = "", within: float = CLOSE) -> None:
+        """`within`: how close its proof has to be."""
+        self.subject, self.tensors, self.name, self.within = subject, tensors, name or next(NAMES), within
         self.pieces = pieces(tensors)
         self.manifest = describe(self.pieces).digest
 
@@ -92,7 +93,7 @@ class Loaded:
     async def flaw(self) -> str:
         proof = await asyncio.to_thread(self.subject.engine.adapter_proof, self.name, self.manifest, LORA)
         sums = "" if self.subject.engine.inference.update == "disk" else "sha256+"
-        assert (proof.tensors, proof.algorithm) == (28, f"{sums}logprobs-within-0.0001")
+        assert (proof.tensors, proof.algorithm) == (28, f"{sums}logprobs-within-{self.within:g}")
         return proof.flaw
 
     async def unload(self) -> str:
@@ -108,15 +109,15 @@ class Loaded:
         return greedy(self.policy(), prompt)
 
 
-def says(policy: Policy, prompt: Prompt, answer: Answer) -> bool:
+def says(policy: Policy, prompt: Prompt, answer: Answer, within: float = CLOSE) -> bool:
     """Whether the answer's logprobs are the policy's."""
     found = torch.tensor(answer.completion.logprobs)
-    return bool(found.sub(logprobs(policy, prompt, answer.completion)).abs().max() < CLOSE)
+    return bool(found.sub(logprobs(policy, prompt, answer.completion)).abs().max() < within)
 
 
 @contextlib.asynccontextmanager
-async def loaded(subject: Subject, *seeds: int) -> AsyncIterator[list[Loaded]]:
-    found = [Loaded(subject, drawn(seed)) for seed in seeds]
+async def loaded(subject: Subject, *seeds: int, within: float = CLOSE) -> AsyncIterator[list[Loaded]]:
+    found = [Loaded(subject, drawn(seed), within=within) for seed in seeds]
     for each in found:
         await each.load()
     try:

@@ -37,6 +37,7 @@ from consumers.reef_engine.sglang.launch import (
     silent,
 )
 from consumers.reef_engine.sglang.limits import Limits
+from consumers.reef_engine.sglang.moves import sender
 from consumers.reef_engine.sglang.room import Room, place
 from consumers.reef_engine.sglang.sums import Oracle, Sums, flaw
 from reef_bus.backends import Piece, Prompt
@@ -214,6 +215,12 @@ def test_the_shims_are_on_the_path_only_where_there_is_no_gpu(tmp_path: Path, mo
     assert environment("cpu", tmp_path)["PYTHONPATH"].split(":") == [str(SHIMS), "mine"]
     assert environment("cuda", tmp_path)["PYTHONPATH"] == "mine"
     assert "SGLANG_USE_CPU_ENGINE" not in environment("cuda", tmp_path)
+    monkeypatch.setenv("PYTHONPATH", f"{SHIMS}/:mine")  # as make demo-sglang starts us
+    assert environment("cpu", tmp_path)["PYTHONPATH"].split(":") == [str(SHIMS), "mine"]
+    assert environment("cuda", tmp_path)["PYTHONPATH"] == "mine"
+    monkeypatch.delenv("PYTHONPATH")
+    assert environment("cpu", tmp_path)["PYTHONPATH"] == str(SHIMS)
+    assert environment("cuda", tmp_path)["PYTHONPATH"] == ""
 
 
 def test_ranks_on_a_cpu_share_its_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -224,6 +231,27 @@ def test_ranks_on_a_cpu_share_its_cores(tmp_path: Path, monkeypatch: pytest.Monk
     assert environment("cpu", tmp_path, 2)["SGLANG_CPU_OMP_THREADS_BIND"] == "3|3"
     assert "SGLANG_CPU_OMP_THREADS_BIND" not in environment("cpu", tmp_path)
     assert "SGLANG_CPU_OMP_THREADS_BIND" not in environment("cuda", tmp_path, 2)
+
+
+@pytest.mark.parametrize(
+    ("device", "ranks", "options", "gpus", "found"),
+    [
+        ("cpu", 1, {}, 0, ("cpu", "gloo")),
+        ("cpu", 1, {}, 8, ("cpu", "gloo")),
+        ("cuda", 1, {}, 1, ("cpu", "gloo")),
+        ("cuda", 1, {}, 2, ("cuda:1", "nccl")),
+        ("cuda", 2, {}, 2, ("cpu", "gloo")),
+        ("cuda", 2, {}, 8, ("cuda:2", "nccl")),
+        ("cuda", 2, {"base-gpu-id": 4}, 6, ("cpu", "gloo")),
+        ("cuda", 2, {"base-gpu-id": "4"}, 8, ("cuda:6", "nccl")),
+        ("cuda", 2, {"gpu-id-step": 2}, 4, ("cpu", "gloo")),
+        ("cuda", 2, {"base-gpu-id": 1, "gpu-id-step": 2}, 8, ("cuda:5", "nccl")),
+    ],
+)
+def test_what_is_broadcast_comes_from_a_gpu_that_is_none_of_the_servers_or_from_the_host(
+    device: str, ranks: int, options: dict[str, str | int], gpus: int, found: tuple[str, str]
+) -> None:
+    assert sender(device, ranks, options, gpus) == found
 
 
 class Mute:

@@ -22,6 +22,7 @@ import msgspec
 from consumers.reef_engine.sglang import moves, requests
 from consumers.reef_engine.sglang.adapters import Held
 from consumers.reef_engine.sglang.client import CALL_S, Client, words
+from consumers.reef_engine.sglang.launch import gpus
 from consumers.reef_engine.sglang.limits import Limits
 from consumers.reef_engine.sglang.room import Room
 from consumers.reef_engine.sglang.sums import Oracle, Sums, flaw
@@ -120,8 +121,8 @@ class SGLangEngine(ContinuousBackend):
             case "tensors":
                 moves.from_tensors(self.client, self.room_, load_id, ranks, flush=flush)
             case _:
-                host = self.inference.host
-                moves.broadcast(self.client, self.room_, load_id, ranks, self.device, host=host, flush=flush)
+                sender, host = moves.sender(self.device, ranks, self.inference.options, gpus()), self.inference.host
+                moves.broadcast(self.client, self.room_, load_id, ranks, sender, host=host, flush=flush)
 
     def proof(self, manifest: str, load_id: str) -> Proof:
         expected = self._expected.get(manifest)

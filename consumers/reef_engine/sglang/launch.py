@@ -47,14 +47,24 @@ def device(asked: str) -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
+def gpus() -> int:
+    """How many this process sees."""
+    import torch
+
+    return torch.cuda.device_count()
+
+
 def environment(device: str, scratch: Path, ranks: int = 1) -> dict[str, str]:
     """Nothing is fetched from anywhere; sockets and the like go to `scratch`. Without a GPU the shims come first on the
-    path, and several ranks share the cores: SGLang itself gives each a NUMA node, or refuses."""
+    path, and several ranks share the cores: SGLang itself gives each a NUMA node, or refuses. With one they are not on
+    it, though whoever started this process may have needed them."""
     found = {**os.environ, "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "PYTHONWARNINGS": "ignore"}
     found["TMPDIR"] = str(scratch)
+    path = [each for each in os.environ.get("PYTHONPATH", "").split(os.pathsep) if each]
+    path = [str(SHIMS)] * (device == "cpu") + [each for each in path if Path(each).resolve() != SHIMS.resolve()]
+    found["PYTHONPATH"] = os.pathsep.join(path)
     if device == "cpu":
-        path = os.pathsep.join(filter(None, (str(SHIMS), os.environ.get("PYTHONPATH", ""))))
-        found |= {"PYTHONPATH": path, "SGLANG_USE_CPU_ENGINE": "1", "CUDA_VISIBLE_DEVICES": ""}
+        found |= {"SGLANG_USE_CPU_ENGINE": "1", "CUDA_VISIBLE_DEVICES": ""}
         if ranks > 1:
             found.setdefault("SGLANG_CPU_OMP_THREADS_BIND", "|".join(_cores(ranks)))
     return found

@@ -52,15 +52,25 @@ def from_tensors(client: Client, room: Room, load_id: str, ranks: int, *, flush:
             client.post("update_weights_from_tensor", body, UPDATE_S)
 
 
-def broadcast(client: Client, room: Room, load_id: str, ranks: int, device: str, *, host: str, flush: bool) -> None:
+def broadcast(
+    client: Client, room: Room, load_id: str, ranks: int, sender: tuple[str, str], *, host: str, flush: bool
+) -> None:
     """Through a process group of the server's ranks and us, which they find at `host`, and which ends with it."""
-    with _Group(client, ranks, device, host) as group, _Session(client):
+    with _Group(client, ranks, sender, host) as group, _Session(client):
         for bucket, last in _buckets(tensors(room.weights)):
             layout = {name: (str(each.dtype).removeprefix("torch."), each.shape) for name, each in bucket.items()}
             body = requests.update_weights_from_distributed(
                 layout, group=group.name, flush=flush and last, version=load_id if last else None
             )
             group.send(bucket, partial(client.post, "update_weights_from_distributed", body, UPDATE_S))
+
+
+def sender(device: str, ranks: int, options: Mapping[str, Any], gpus: int) -> tuple[str, str]:
+    """Where our tensors are while they are broadcast, and by which backend; `gpus`: how many this process sees. NCCL
+    refuses two ranks on one GPU, so ours is the first after the server's. Where there is none, gloo sends them from the
+    host's memory; it receives into a GPU's, too."""
+    first = int(options.get("base-gpu-id", 0)) + ranks * int(options.get("gpu-id-step", 1))
+    return (f"cuda:{first}", "nccl") if device == "cuda" and first < gpus else ("cpu", "gloo")
 
 
 class _Session:
@@ -111,10 +121,10 @@ class _Group:
     """Rank 0 of a group whose other ranks are the server's. A borrowed server may still have that of an agent that was
     killed, and takes no second one of its name."""
 
-    def __init__(self, client: Client, ranks: int, device: str, host: str) -> None:
-        self.client, self.ranks, self.device, self.host = client, ranks, device, host
+    def __init__(self, client: Client, ranks: int, sender: tuple[str, str], host: str) -> None:
+        self.client, self.ranks, self.host = client, ranks, host
+        self.device, self.backend = sender
         self.name = f"reef-{uuid.uuid4().hex}"
-        self.backend = "nccl" if device == "cuda" else "gloo"
         self._group: Any = None
 
     def __enter__(self) -> _Group:

@@ -67,6 +67,7 @@ OPTIONS = {
         ("host", "port", "api-key", "admin-api-key", "load-format", "weight-version"), "nothing: the agent gives it"
     ),
     **dict.fromkeys(("skip-tokenizer-init", "skip-server-warmup"), "nothing: the agent gives it"),
+    "model-checksum": "nothing: what is loaded is proven",
 }
 """SGLang's options that `inference.options` may not name, and the key that stands for each."""
 LONGEST_LOAD_ID = f"{'f' * 32}:{10**12}"  # that any deployment will see

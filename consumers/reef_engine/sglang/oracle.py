@@ -88,7 +88,7 @@ class Model:
         self.checker: Any = weight_checker.WeightChecker(get_model=lambda: self.model)
         self.algorithm = f"sglang-{version('sglang')}-{HASHES[args.device]}-64"
         if args.device != "cpu":  # SGLang hashes otherwise what lies there: one tensor at a time, as the server has it
-            own, there = weight_checker._hash_tensor, f"{args.device}:{rank}"
+            own, there = weight_checker._hash_tensor, f"{args.device}:{args.base_gpu_id + rank * args.gpu_id_step}"
             weight_checker._hash_tensor = lambda tensor: own(tensor.to(there))
 
     def said(self, weights: Path) -> Said:

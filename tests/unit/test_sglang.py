@@ -19,7 +19,7 @@ import safetensors.numpy
 
 from consumers.reef_engine.sglang.adapters import Held, incomplete, layouts
 from consumers.reef_engine.sglang.backend import SGLangEngine, _read
-from consumers.reef_engine.sglang.borrowed import _differs, _holds_none
+from consumers.reef_engine.sglang.borrowed import _wrong
 from consumers.reef_engine.sglang.client import Client, words
 from consumers.reef_engine.sglang.launch import SHIMS, adapter_flags, environment, model_flags, server_flags
 from consumers.reef_engine.sglang.limits import Limits
@@ -86,6 +86,9 @@ def test_what_no_server_can_be_started_with_is_refused_with_its_key(
 # -- a server that is borrowed
 
 AS_CONFIGURED = {"tp_size": 1, "dtype": "auto", "disable_radix_cache": True, "disable_overlap_schedule": True}
+TAKES = {"enable_lora": True, "max_loaded_loras": None, "max_lora_rank": 8, "lora_target_modules": ["q_proj", "v_proj"]}
+TAKES_NONE = {"enable_lora": None, "max_loaded_loras": None, "max_lora_rank": None, "lora_target_modules": None}
+TWO = Adapters(scenarios=("red",), rank=8, targets=("q_proj", "v_proj"))
 
 
 @pytest.mark.parametrize(
@@ -100,16 +103,13 @@ AS_CONFIGURED = {"tp_size": 1, "dtype": "auto", "disable_radix_cache": True, "di
 )
 def test_a_borrowed_server_is_as_configured(model: Path, said: dict[str, Any], found: str) -> None:
     inference = configured(model, **{"prefix-cache": False})
-    assert _differs({**AS_CONFIGURED, **said}, inference, spans=True).startswith(found)
-    assert bool(_differs({**AS_CONFIGURED, **said}, inference, spans=True)) == bool(found)
+    answer = _wrong({**AS_CONFIGURED, **TAKES_NONE, **said}, inference, Adapters(), spans=True)
+    assert answer.startswith(found) and bool(answer) == bool(found)
 
 
 def test_batches_of_a_borrowed_server_may_overlap_where_an_answer_is_of_one_version(model: Path) -> None:
-    said = {**AS_CONFIGURED, "disable_overlap_schedule": False}
-    assert _differs(said, configured(model), spans=False) == ""
-
-
-TAKES = {"enable_lora": True, "max_loaded_loras": None, "max_lora_rank": 8, "lora_target_modules": ["q_proj", "v_proj"]}
+    said = {**AS_CONFIGURED, **TAKES_NONE, "disable_overlap_schedule": False}
+    assert _wrong(said, configured(model), Adapters(), spans=False) == ""
 
 
 @pytest.mark.parametrize(
@@ -127,10 +127,18 @@ TAKES = {"enable_lora": True, "max_loaded_loras": None, "max_lora_rank": 8, "lor
         ),
     ],
 )
-def test_a_borrowed_server_takes_adapters_as_configured(said: dict[str, Any], found: str) -> None:
-    adapters = Adapters(scenarios=("red",), rank=8, targets=("q_proj", "v_proj"))
-    answer = _holds_none({**TAKES, **said}, adapters)
+def test_a_borrowed_server_takes_adapters_as_configured(model: Path, said: dict[str, Any], found: str) -> None:
+    answer = _wrong({**AS_CONFIGURED, **TAKES, **said}, configured(model), TWO, spans=True)
     assert answer.startswith(found) and bool(answer) == bool(found)
+
+
+@pytest.mark.parametrize("name", [*AS_CONFIGURED, *TAKES])
+def test_a_borrowed_server_that_does_not_say_all_that_is_read_is_another_version(model: Path, name: str) -> None:
+    """Whatever the name is now, what we would take for its value need not be so. Nor may it be of another kind."""
+    said: dict[str, Any] = {**AS_CONFIGURED, **TAKES}
+    for wrong in ({each: said[each] for each in said if each != name}, {**said, name: object()}):
+        answer = _wrong(wrong, configured(model), TWO, spans=True)
+        assert answer.startswith("is of another version than ours, by its /server_info: ") and name in answer
 
 
 # -- start
@@ -200,6 +208,16 @@ def test_the_shims_are_on_the_path_only_where_there_is_no_gpu(tmp_path: Path, mo
     assert environment("cpu", tmp_path)["PYTHONPATH"].split(":") == [str(SHIMS), "mine"]
     assert environment("cuda", tmp_path)["PYTHONPATH"] == "mine"
     assert "SGLANG_USE_CPU_ENGINE" not in environment("cuda", tmp_path)
+
+
+@pytest.mark.parametrize("name", ["SGLANG_RETURN_ORIGINAL_LOGPROB", "SGL_RETURN_ORIGINAL_LOGPROB"])
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_server_gives_logprobs_of_what_it_samples_from_whatever_our_environment_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str, name: str
+) -> None:
+    """With one of these, the second of which SGLang makes the first of, they would be of temperature 1."""
+    monkeypatch.setenv(name, "1")
+    assert name not in environment(device, tmp_path)
 
 
 def test_ranks_on_a_cpu_share_its_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import Any
+
+import msgspec
 
 from consumers.reef_engine.sglang.client import Client
 from consumers.reef_engine.sglang.launch import POLL_S, healthy
@@ -18,6 +19,19 @@ from reef_bus.sections import Adapters
 
 LOOK_S = 2.0
 MISSES = 3  # so many calls in a row without an answer: it is gone
+
+
+class Info(msgspec.Struct, frozen=True):
+    """What we read of its /server_info. None of it may be missing: what we would take for it need not be so."""
+
+    tp_size: int
+    dtype: str
+    disable_radix_cache: bool
+    disable_overlap_schedule: bool
+    enable_lora: bool | None
+    max_loaded_loras: int | None
+    max_lora_rank: int | None
+    lora_target_modules: list[str] | None
 
 
 class Borrowed:
@@ -35,8 +49,7 @@ class Borrowed:
             if time.monotonic() > until:
                 raise Unavailable(f"no SGLang generates at {self.client.url} (waited {inference.start_s:g} s)")
             await asyncio.sleep(POLL_S)
-        said = await blocking(self.client.get, "server_info")
-        if wrong := _differs(said, inference, spans=spans) or (adapters.most() and _holds_none(said, adapters)):
+        if wrong := _wrong(await blocking(self.client.get, "server_info"), inference, adapters, spans=spans):
             raise Rejected(f"the server at {self.client.url} {wrong}")
 
     async def ended(self) -> str:
@@ -52,30 +65,35 @@ class Borrowed:
         return f"the server at {self.client.url} answers no more"
 
 
-def _differs(said: dict[str, Any], inference: Inference, *, spans: bool) -> str:
+def _wrong(said: object, inference: Inference, adapters: Adapters, *, spans: bool) -> str:
+    try:
+        info = msgspec.convert(said, Info)
+    except msgspec.ValidationError as error:
+        return f"is of another version than ours, by its /server_info: {error}"
+    return _differs(info, inference, spans=spans) or (_holds_none(info, adapters) if adapters.most() else "")
+
+
+def _differs(said: Info, inference: Inference, *, spans: bool) -> str:
     """What the configuration says otherwise, and how to set it right."""
-    ranks, dtype = said.get("tp_size"), said.get("dtype")
-    if ranks != inference.tensor_parallel_size:
-        return f"has {ranks} ranks: set inference.tensor-parallel-size"
-    if dtype != inference.dtype:
-        return f"was started with --dtype {dtype}: set inference.dtype"
-    if not inference.prefix_cache and not said.get("disable_radix_cache"):
+    if said.tp_size != inference.tensor_parallel_size:
+        return f"has {said.tp_size} ranks: set inference.tensor-parallel-size"
+    if said.dtype != inference.dtype:
+        return f"was started with --dtype {said.dtype}: set inference.dtype"
+    if not inference.prefix_cache and not said.disable_radix_cache:
         return "has a prefix cache: set inference.prefix-cache, or start it with --disable-radix-cache"
-    if spans and not said.get("disable_overlap_schedule"):
+    if spans and not said.disable_overlap_schedule:
         return "counts a token to the wrong version: start it with --disable-overlap-schedule, or set publication.pause"
     return ""
 
 
-def _holds_none(said: dict[str, Any], adapters: Adapters) -> str:
+def _holds_none(said: Info, adapters: Adapters) -> str:
     """Why it cannot hold the adapters as they are configured, or would not keep them."""
-    if not said.get("enable_lora"):
+    if not said.enable_lora:
         return "takes no adapters: start it with --enable-lora"
-    if said.get("max_loaded_loras") is not None:
+    if said.max_loaded_loras is not None:
         return "makes room for adapters by itself: start it without --max-loaded-loras"
-    if (said.get("max_lora_rank") or 0) < adapters.rank:
-        return (
-            f"takes adapters of rank {said.get('max_lora_rank')} at most: start it with --max-lora-rank {adapters.rank}"
-        )
-    if missing := sorted(set(adapters.targets) - set(said.get("lora_target_modules") or ())):
+    if (said.max_lora_rank or 0) < adapters.rank:
+        return f"takes adapters of rank {said.max_lora_rank} at most: start it with --max-lora-rank {adapters.rank}"
+    if missing := sorted(set(adapters.targets) - set(said.lora_target_modules or ())):
         return f"takes no adapters with {missing[0]}: start it with --lora-target-modules {' '.join(adapters.targets)}"
     return ""

@@ -33,6 +33,8 @@ POLL_S = 0.25
 SAY_S = 10.0
 TIDY_S = 0.5  # for Python's own tracker, which gives back the semaphores of processes that were killed
 LAST_LINES = 12
+UNTEMPERED = ("SGLANG_RETURN_ORIGINAL_LOGPROB", "SGL_RETURN_ORIGINAL_LOGPROB")
+"""Whoever has one of these set is given logprobs of temperature 1, whatever the temperature."""
 
 
 def device(asked: str) -> str:
@@ -45,9 +47,12 @@ def device(asked: str) -> str:
 
 
 def environment(device: str, scratch: Path, ranks: int = 1) -> dict[str, str]:
-    """Nothing is fetched from anywhere; sockets and the like go to `scratch`. Without a GPU the shims come first on the
-    path, and several ranks share the cores: SGLang itself gives each a NUMA node, or refuses."""
+    """Nothing is fetched from anywhere; sockets and the like go to `scratch`; logprobs are of what is sampled from.
+    Without a GPU the shims come first on the path, and several ranks share the cores: SGLang itself gives each a NUMA
+    node, or refuses."""
     found = {**os.environ, "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "PYTHONWARNINGS": "ignore"}
+    for name in UNTEMPERED:
+        found.pop(name, None)
     found["TMPDIR"] = str(scratch)
     if device == "cpu":
         path = os.pathsep.join(filter(None, (str(SHIMS), os.environ.get("PYTHONPATH", ""))))

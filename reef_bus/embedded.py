@@ -147,7 +147,10 @@ def exit_status(process: subprocess.Popen[bytes]) -> int | None:
     without: its number is nobody else's, and so may be signalled with the group that it leads."""
     if process.returncode is not None or not hasattr(os, "waitid"):  # macOS before Python 3.13 lacks it
         return process.poll()
-    ended = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    try:
+        ended = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:  # where SIGCHLD is ignored, which children inherit, the system reaps them itself
+        return process.poll()
     if ended is None:
         return None
     return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status

@@ -153,7 +153,8 @@ class TorchEngine(InferenceBackend):
     def _sampling(self, group: Sequence[Prompt]) -> Sampling:
         draws = torch.stack([self._draws(prompt) for prompt in group])
         ids = torch.tensor([prompt.ids for prompt in group])
-        return Sampling(ids, draws, group[0].temperature, group[0].stop_ids)
+        ends = [token for token in group[0].stop_ids if 0 <= token < self.config.vocab]  # of any others none is sampled
+        return Sampling(ids, draws, group[0].temperature, ends)
 
     def _draws(self, prompt: Prompt) -> Tensor:
         """A seeded prompt draws from its own generator: whoever shares its batch does not shift its randomness."""

@@ -155,7 +155,8 @@ async def an_answer_ends_with_the_first_of_its_stop_ids(subject: Subject) -> Non
         said = answer.completion
         assert (said.ids, len(said.logprobs), said.finish_reason) == (whole.ids[:count], count, "stop")
         _named(subject, answer, load_id)
-    said = (await subject.ask(replace(subject.asking(), stop_ids=(never,)))).completion
+    nowhere = (never, subject.vocabulary, 2**40, 2**63, -1)
+    said = (await subject.ask(replace(subject.asking(), stop_ids=nowhere))).completion
     assert (said.ids, said.finish_reason) == (whole.ids, "length")
     if not isinstance(subject.backend, ContinuousBackend):
         together = subject.backend.generate([*ends.values(), subject.asking()])

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import torch
@@ -81,6 +82,18 @@ def _replaced(engine: SGLangEngine, inference: dict[str, object]):  # type: igno
         engine.inference = before
 
 
+@contextlib.contextmanager
+def replaced(subject: Subject, method: str, call: Callable[..., Any]) -> Iterator[None]:
+    """The client's `method`, as somebody between us and the server would have it."""
+    client = subject.engine.client
+    honest = getattr(client, method)
+    setattr(client, method, lambda *args, **named: call(honest, *args, **named))
+    try:
+        yield
+    finally:
+        delattr(client, method)
+
+
 def config(folder: Path, adapters: Adapters = NO_ADAPTERS, **inference: object) -> Config:
     """A deployment of which only the engine is started, from a folder with weights of no version, by which every token
     is an end. Paused in place, it keeps what it has computed."""
@@ -112,22 +125,25 @@ async def serving(chosen: Config) -> AsyncIterator[Subject]:
 
 
 def logprobs(policy: Policy, prompt: Prompt, completion: Completion) -> torch.Tensor:
-    """Of the completion's tokens at temperature 1, by the trainer's own forward pass."""
-    ids = torch.tensor(completion.ids)
-    return _table(policy, prompt, completion).gather(1, ids[:, None])[:, 0]
+    """Of the completion's tokens at the prompt's temperature, by the trainer's own forward pass."""
+    return _chosen(_table(policy, prompt, completion, prompt.temperature), completion)
 
 
 def likeliest(policy: Policy, prompt: Prompt, completion: Completion, within: float) -> bool:
     """Whether the policy finds none of the completion's tokens less likely than another by more than `within`: what is
     greedy where a server rounds."""
-    best = _table(policy, prompt, completion).max(-1).values
-    return bool(best.sub(logprobs(policy, prompt, completion)).max() <= within)
+    table = _table(policy, prompt, completion)
+    return bool(table.max(-1).values.sub(_chosen(table, completion)).max() <= within)
 
 
-def _table(policy: Policy, prompt: Prompt, completion: Completion) -> torch.Tensor:
+def _table(policy: Policy, prompt: Prompt, completion: Completion, temperature: float = 1.0) -> torch.Tensor:
     ids = torch.tensor([[*prompt.ids, *completion.ids]])
     with torch.no_grad():
-        return policy(ids).log_softmax(-1)[0, len(prompt.ids) - 1 : -1]
+        return policy(ids).div(temperature).log_softmax(-1)[0, len(prompt.ids) - 1 : -1]
+
+
+def _chosen(table: torch.Tensor, completion: Completion) -> torch.Tensor:
+    return table.gather(1, torch.tensor(completion.ids)[:, None])[:, 0]
 
 
 def greedy(policy: Policy, prompt: Prompt) -> tuple[int, ...]:
@@ -136,3 +152,16 @@ def greedy(policy: Policy, prompt: Prompt) -> tuple[int, ...]:
         with torch.no_grad():
             ids.append(int(policy(torch.tensor([ids]))[0, -1].argmax()))
     return tuple(ids[len(prompt.ids) :])
+
+
+@contextlib.asynccontextmanager
+async def borrowing(
+    subject: Subject, folder: Path, adapters: Adapters = NO_ADAPTERS, **inference: object
+) -> AsyncIterator[Subject]:
+    """Another agent's engine, over the server that is there."""
+    found, url = Subject(), subject.engine.client.url
+    async with contextlib.AsyncExitStack() as stack:
+        chosen = config(folder, adapters, urls={"e0": url}, **inference)
+        found.engine = await start(chosen, Me("e0", "boot-2"), found.died.append, stack)
+        yield found
+    assert found.died == []

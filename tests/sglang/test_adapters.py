@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +18,9 @@ import pytest_asyncio
 import torch
 from msgspec.structs import replace
 
+from consumers.reef_engine.sglang import requests
+from consumers.reef_engine.sglang.borrowed import Info
+from consumers.reef_engine.sglang.start import KEY
 from reef_bus.backends import Answer, Piece, Pieces, Prompt
 from reef_bus.config import UPDATES
 from reef_bus.errors import Misfit, Rejected, TransferError
@@ -27,7 +31,7 @@ from reef_bus.sections import Adapters
 from tests.contract.adapters import ADAPTERS
 from tests.contract.subject import Adapter, Promise
 from tests.contract.subject import Subject as Promised
-from tests.sglang.subject import CLOSE, SHAPE, Subject, greedy, logprobs, running
+from tests.sglang.subject import CLOSE, SHAPE, Subject, borrowing, greedy, logprobs, replaced, running
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -38,6 +42,7 @@ SIDES |= {"gate_proj": (128, 64), "up_proj": (128, 64), "down_proj": (64, 128)}
 """Rows and columns of each layer's weights: hidden 64, heads 4 of 16, of which 2 for keys and values, ffn 128."""
 GREEDY = Prompt(ids=(11, 7, 10), max_tokens=12, temperature=0.0)
 LONG = Prompt(ids=(11, 7, 10), max_tokens=200)
+HALFWAY = Prompt(ids=tuple((7 * n) % 15 for n in range(200)), max_tokens=800)
 Tensors = dict[str, torch.Tensor]
 
 
@@ -126,18 +131,6 @@ async def loaded(subject: Subject, *seeds: int, within: float = CLOSE) -> AsyncI
         assert [await each.unload() for each in found] == [""] * len(found)
 
 
-@contextlib.contextmanager
-def replaced(subject: Subject, method: str, call: Callable[..., Any]) -> Iterator[None]:
-    """The client's `method`, as somebody between us and the server would have it."""
-    client = subject.engine.client
-    honest = getattr(client, method)
-    setattr(client, method, lambda *args: call(honest, *args))
-    try:
-        yield
-    finally:
-        delattr(client, method)
-
-
 # -- the base model beneath
 
 
@@ -158,6 +151,82 @@ async def test_the_base_models_proof_finds_one_flipped_bit_of_a_layer_that_is_a_
     await asyncio.to_thread(subject.engine.take, "i:2")
     assert "'model.layers.1.mlp.gate_up_proj.weight' sums up to" in await subject.flaw(manifest, "i:2")
     await subject.load(1, "i:0")
+
+
+async def in_hand(subject: Subject) -> asyncio.Task[Answer]:
+    """An answer that has come some way."""
+    asked = asyncio.create_task(subject.engine.answer(HALFWAY))
+    await asyncio.sleep(0.5)
+    assert not asked.done(), "the machine is too fast for this test: ask for more tokens"
+    return asked
+
+
+async def test_what_is_halted_goes_on_with_the_next_base_model_and_with_nothing_that_the_last_one_has_computed(
+    subject: Subject,
+) -> None:
+    """Neither of its answer nor of its prompt, which is in the prefix cache."""
+    first = await subject.engine.answer(HALFWAY)
+    asked = await in_hand(subject)
+    await subject.engine.halt()
+    await subject.load(2, "i:1")
+    await subject.engine.go_on()
+    answer, next_one = await asked, await subject.engine.answer(HALFWAY)
+    await subject.load(1, "i:0")
+    (one, before), (other, after) = answer.versions
+    assert (one, other, before + after) == ("i:0", "i:1", HALFWAY.max_tokens) and before > 0
+    found = torch.tensor(answer.completion.logprobs)
+    far = [found.sub(logprobs(subject.policy(seed), HALFWAY, answer.completion)).abs() for seed in (1, 2)]
+    assert far[0][:before].max() < CLOSE > far[1][before:].max() and far[0][before:].max() > CLOSE
+    assert says(subject.policy(1), HALFWAY, first) and says(subject.policy(2), HALFWAY, next_one)
+
+
+@pytest.mark.parametrize("update", UPDATES)
+async def test_a_load_waits_for_what_is_in_hand_where_nothing_is_halted(subject: Subject, update: str) -> None:
+    asked = await in_hand(subject)
+    with subject.with_(update=update):
+        await subject.load(2, "i:1")
+        answer = await asked
+        await subject.load(1, "i:0")
+    assert answer.versions == (("i:0", HALFWAY.max_tokens),) and says(subject.policy(1), HALFWAY, answer)
+
+
+@pytest.mark.parametrize("update", UPDATES)
+async def test_a_load_after_which_the_server_keeps_what_it_had_computed_is_no_version(
+    subject: Subject, update: str
+) -> None:
+    """As when somebody else has halted it in place. It holds the new weights, and goes by the old name: neither is
+    proven. And what it samples then is not called the old version's."""
+    old = await subject.load(1, "i:0")
+    new = await subject.receive(subject.version(2))
+    await asyncio.to_thread(subject.engine.expect, new)
+    client, asked = subject.engine.client, await in_hand(subject)
+    client.post("pause_generation", requests.pause_generation("in_place"))
+    try:
+        client.get("server_info")  # it has heard of it
+        with subject.with_(update=update), pytest.raises(TransferError, match=r"^refused: .* cache was not flushed"):
+            await asyncio.to_thread(subject.engine.take, "i:1")
+        assert client.get("model_info")["weight_version"] == "i:0"
+        assert "'i:0', expected 'i:1'" in await subject.flaw(new, "i:1")
+        assert "sums up to" in await subject.flaw(old, "i:0")
+    finally:
+        client.post("continue_generation", requests.continue_generation())
+    (one, before), (other, after) = (await asked).versions
+    assert (one, other, before + after) == ("i:0", "i:1", HALFWAY.max_tokens)
+    await subject.load(1, "i:0")
+
+
+# -- a server that is borrowed
+
+
+async def test_a_borrowed_server_takes_adapters_as_it_was_configured(
+    subject: Subject, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert subject.engine.client.get("server_info").keys() >= {*Info.__struct_fields__}
+    monkeypatch.setenv(KEY, "boot-1")
+    async with borrowing(subject, tmp_path, TAKEN, prefix_cache=True) as other:
+        await other.load(1, "i:0")
+        async with loaded(other, 13) as (one,):
+            assert await one.flaw() == "" and (await one.answer()).completion.ids == one.expected()
 
 
 # -- what is loaded answers

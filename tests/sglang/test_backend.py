@@ -7,15 +7,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import re
 import time
-from collections.abc import AsyncIterator
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 import torch
+from msgspec.structs import replace
 
+from consumers.reef_engine.sglang import moves
 from consumers.reef_engine.sglang.launch import Process, environment
 from consumers.reef_engine.sglang.limits import RESERVED
 from consumers.reef_engine.sglang.start import KEY, start
@@ -25,13 +29,15 @@ from reef_bus.core.effects import Me
 from reef_bus.core.memory import REGIONS
 from reef_bus.errors import Rejected, TransferError, Unavailable
 from reef_bus.runner import blocking
-from tests.sglang.subject import CLOSE, SHAPE, Subject, config, greedy, logprobs
+from tests.sglang.subject import CLOSE, SHAPE, Subject, borrowing, config, greedy, logprobs, replaced
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 PROMPT = Prompt(ids=(11, 7, 10), max_tokens=4)
 GREEDY = Prompt(ids=(11, 7, 10), max_tokens=16, temperature=0.0)
 LONG = Prompt(ids=(11, 7, 10), max_tokens=900)
+SMALL = 20_000
+"""Bytes of a request, so that a version takes several."""
 
 
 @pytest.mark.parametrize("update", UPDATES)
@@ -49,6 +55,16 @@ async def test_logprobs_are_those_of_the_trainers_forward_pass(subject: Subject)
     found = (await subject.engine.answer(LONG)).completion
     expected = logprobs(subject.policy(3), LONG, found)
     assert torch.tensor(found.logprobs).sub(expected).abs().max() < CLOSE
+
+
+async def test_logprobs_are_of_the_temperature_that_was_asked_for(subject: Subject) -> None:
+    """Whatever the temperatures of the others in the batch are."""
+    await subject.load(3, "i:4")
+    prompts = [replace(LONG, max_tokens=200, temperature=each) for each in (0.5, 1.0, 2.0)]
+    *found, _ = await asyncio.gather(*map(subject.engine.answer, [*prompts, replace(GREEDY, max_tokens=200)]))
+    for prompt, answer in zip(prompts, found, strict=True):
+        expected = logprobs(subject.policy(3), prompt, answer.completion)
+        assert torch.tensor(answer.completion.logprobs).sub(expected).abs().max() < CLOSE
 
 
 async def test_the_room_is_the_same_memory_as_long_as_it_is_asked_for_the_same(subject: Subject) -> None:
@@ -138,10 +154,64 @@ async def test_what_is_no_version_of_the_model_is_refused_before_the_server_hear
 
 
 async def test_a_broadcast_that_the_server_refuses_leaves_it_fit_for_the_next(subject: Subject) -> None:
+    await subject.load(1, "i:29")
     await subject.receive(reshaped(subject.version(1), Q))
     with pytest.raises(TransferError, match=r"^refused: "):
         await asyncio.to_thread(subject.engine.take, "i:30")
+    assert named(subject) == "i:29"
     await subject.load(2, "i:31")
+    assert subject.died == []
+
+
+def named(subject: Subject) -> str:
+    """What the server calls what it holds."""
+    return str(subject.engine.client.get("model_info")["weight_version"])
+
+
+@pytest.mark.parametrize("update", ["tensors", "broadcast"])
+async def test_a_version_that_takes_several_requests_gets_its_name_with_the_last(
+    subject: Subject, monkeypatch: pytest.MonkeyPatch, update: str
+) -> None:
+    """And the cache is emptied then: before that the server holds some of each version."""
+    monkeypatch.setattr(moves, "BUCKET_BYTES", SMALL)
+    sent: list[tuple[bool, str | None]] = []
+
+    def noted(honest: Callable[..., Any], route: str, body: dict[str, Any], *args: Any) -> Any:
+        if route.startswith("update_weights_from"):
+            sent.append((body["flush_cache"], body.get("weight_version")))
+        return honest(route, body, *args)
+
+    load_id = f"i:32-{update}"
+    with subject.with_(update=update), replaced(subject, "post", noted):
+        await subject.load(1, load_id)
+    assert len(sent) > 5 and sent == [(False, None)] * (len(sent) - 1) + [(True, load_id)]
+    assert (await subject.engine.answer(GREEDY)).completion.ids == greedy(subject.policy(1), GREEDY)
+
+
+@pytest.mark.parametrize("update", ["tensors", "broadcast"])
+async def test_what_ends_after_some_of_its_requests_is_no_version_and_the_next_one_is_loaded(
+    subject: Subject, monkeypatch: pytest.MonkeyPatch, update: str
+) -> None:
+    """The server goes by the old name, which is not proven any more, either."""
+    old = await subject.load(1, "i:33")
+    monkeypatch.setattr(moves, "BUCKET_BYTES", SMALL)
+    new = await subject.receive(subject.version(2))
+    await asyncio.to_thread(subject.engine.expect, new)
+    sent = itertools.count(1)
+
+    def second_refused(honest: Callable[..., Any], route: str, *args: Any) -> Any:
+        if route.startswith("update_weights_from") and next(sent) == 2:
+            raise TransferError("refused", "no more of it")
+        return honest(route, *args)
+
+    load_id = f"i:34-{update}"
+    with subject.with_(update=update):
+        with replaced(subject, "post", second_refused), pytest.raises(TransferError, match="no more of it"):
+            await asyncio.to_thread(subject.engine.take, load_id)
+        assert named(subject) == "i:33" and next(sent) == 3
+        assert "'i:33', expected" in await subject.flaw(new, load_id)
+        assert "sums up to" in await subject.flaw(old, "i:33")
+        await subject.load(2, load_id)
     assert subject.died == []
 
 
@@ -273,17 +343,6 @@ async def test_a_server_that_cannot_start_says_the_end_of_its_log(tmp_path: Path
                 config(tmp_path, options={"attention-backend": "no-such-backend"}), Me("e1", "b"), died.append, stack
             )
     assert died == []
-
-
-@contextlib.asynccontextmanager
-async def borrowing(subject: Subject, folder: Path, **inference: object) -> AsyncIterator[Subject]:
-    """Another agent's engine, over the server that is there."""
-    found, url = Subject(), subject.engine.client.url
-    async with contextlib.AsyncExitStack() as stack:
-        chosen = config(folder, urls={"e0": url}, **inference)
-        found.engine = await start(chosen, Me("e0", "boot-2"), found.died.append, stack)
-        yield found
-    assert found.died == []
 
 
 async def test_a_borrowed_server_is_loaded_while_others_use_it_and_lives_on(

@@ -116,7 +116,7 @@ def test_two_adapters_learn_over_one_base_on_two_real_servers_through_three_kill
     assert proofs == {"logprobs-within-0.0001" if update == "disk" else "sha256+logprobs-within-0.0001"}
     assert said["scenarios"].keys() == {"digit", "successor"}
     for each in said["scenarios"].values():
-        assert each["releases"] >= OF_ADAPTERS // 2 - 1 and each["reward_last"] > each["reward_first"]
+        assert each["releases"] >= OF_ADAPTERS // 2 - 1 and each["reward_last"] > each["reward_first"] + 0.1
     require_every_token_to_be_the_trainers(demo, WIDE)
     require_what_was_routed_to_be_so_too(demo, WIDE)
 

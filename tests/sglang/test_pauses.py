@@ -1,4 +1,5 @@
-"""A long answer on its way while a release comes: what each way of stopping makes of it, on a real server.
+"""A release comes to a real server: what each way of stopping makes of a long answer on its way, and what the server is
+asked when it has lent its memory to a job.
 
 Knows: real agent, endpoint and publisher over an in-memory log, one real server. Must not know: gateways, processes.
 """
@@ -7,8 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,20 +19,35 @@ from msgspec.structs import replace
 
 from consumers.reef_engine.agent import Agent, Fault
 from consumers.reef_engine.continuous import Continuous
+from consumers.reef_engine.sglang.requests import Body
 from reef_bus.attach import Committed
+from reef_bus.attached import Attached
 from reef_bus.backends import Generated, Prompt
 from reef_bus.config import Config, Inference, Publication
-from reef_bus.core.effects import Me
+from reef_bus.core.effects import AssembleBatch, Me
+from reef_bus.core.memory import REGIONS
 from reef_bus.core.publication import PAUSES
-from reef_bus.events import EngineFenced, EngineStaged, ReceiverVerified, Span
+from reef_bus.events import (
+    EngineFenced,
+    EngineMemoryReleased,
+    EngineMemoryRestored,
+    EngineStaged,
+    Event,
+    JobDispatched,
+    JobStarted,
+    ReceiverVerified,
+    ReleaseCommitted,
+    Span,
+)
 from tests.box import CONFIG, Box
-from tests.sglang.subject import CLOSE, Subject, greedy, logprobs
+from tests.sglang.subject import CLOSE, Subject, greedy, logprobs, replaced
 from tests.unit.test_attach import loop
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 SHORT = Prompt(ids=(11, 7, 10), max_tokens=16, temperature=0.0)
 LONG = Prompt(ids=(11, 7, 10), max_tokens=900)
+REST = ("kv_cache", "cuda_graph")
 
 
 class Served(Box):
@@ -109,3 +127,58 @@ async def test_an_answer_on_its_way_while_a_release_comes(
     if pause != "in_place":  # there the second version goes on from what the first one has computed
         expected_logprobs = logprobs(subject.policy(1 if pause == "drain" else 2), LONG, found.completion)
         assert torch.tensor(found.completion.logprobs).sub(expected_logprobs).abs().max() < CLOSE
+
+
+async def test_a_server_that_lends_its_memory_to_a_job_has_it_back_in_order_and_answers_as_what_came_of_it(
+    subject: Subject, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a GPU it keeps everything, and says yes: what is shown is what it is asked, and when. Weights come back
+    for the bytes, and the rest before the proof."""
+    monkeypatch.setattr(subject.engine, "releases", REGIONS)
+    async with served(tmp_path, subject, "fenced", "drain") as box, loop(box) as bus:
+        async with asyncio.timeout(120):
+            await bus.publish(dict(subject.policy(1).named_parameters()), step=0)
+            before = await box.ask(SHORT)
+            _colocate(bus.role, monkeypatch)
+            asked: list[tuple[str, ...]] = []
+            with replaced(subject, "post", partial(_noted, asked)):
+                second = await bus.publish(dict(subject.policy(2).named_parameters()), step=1)
+            after = await box.ask(SHORT)
+            log = await box.log()
+            assert await box.violations() == []
+    assert isinstance(second, Committed) and second.load_id == after.load_id != before.load_id
+    for seed, found in ((1, before), (2, after)):
+        assert found.completion.ids == greedy(subject.policy(seed), SHORT)
+    dispatched = next(place for place, event in enumerate(log) if isinstance(event, JobDispatched))
+    kinds = (EngineMemoryReleased, JobStarted, EngineFenced, EngineMemoryRestored, ReceiverVerified, ReleaseCommitted)
+    said = [event for event in log[dispatched:] if isinstance(event, kinds)]
+    names = [type(event).__name__ for event in said]
+    order = ["EngineMemoryReleased", "JobStarted", "EngineFenced", "EngineMemoryRestored", "ReceiverVerified"]
+    assert names[:5] == order and sorted(names[5:]) == ["EngineMemoryRestored", "ReleaseCommitted"]
+    regions = [event.regions for event in said if isinstance(event, EngineMemoryReleased | EngineMemoryRestored)]
+    assert regions == [REGIONS, ("weights",), REST]
+    assert asked == [
+        ("flush_cache",),
+        ("release_memory_occupation", *REGIONS),
+        ("resume_memory_occupation", "weights"),
+        ("update_weights_from_distributed",),
+        ("resume_memory_occupation", *REST),
+        ("weights_checker",),
+    ]
+
+
+def _colocate(role: Attached, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A loop of one's own keeps its memory: this one does as if its next job needed the engines'."""
+    honest = role.assemble
+
+    async def assemble(effect: AssembleBatch) -> Event:
+        return replace(await honest(effect), colocated=True)
+
+    monkeypatch.setattr(role, "assemble", assemble)
+
+
+def _noted(asked: list[tuple[str, ...]], honest: Callable[..., Any], route: str, body: Body, *args: Any) -> Any:
+    name = route.partition("?")[0]
+    if name in ("flush_cache", "weights_checker") or name.startswith(("release", "resume", "update_weights_from")):
+        asked.append((name, *body.get("tags", ())))
+    return honest(route, body, *args)

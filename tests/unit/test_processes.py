@@ -21,7 +21,7 @@ from consumers.reef_supervisor.processes import Child
 from consumers.reef_supervisor.role import Supervisor
 from reef_bus.config import Config
 from reef_bus.core.effects import CleanUp, Debt, Me
-from reef_bus.embedded import Lock
+from reef_bus.embedded import Lock, exit_status
 from reef_bus.events import CleanupUnconfirmed, ComponentLost, Event
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="survivors are found in /proc")
@@ -219,3 +219,28 @@ async def test_an_earlier_supervisors_process_is_waited_for_and_never_signalled(
     assert isinstance(event, CleanupUnconfirmed) and event.pids == (os.getpid(),) and "did not start" in event.detail
     lock.release()
     assert isinstance(await cleaned(owner), ComponentLost)
+
+
+REAPED = """
+import signal, subprocess, sys, time
+from reef_bus.embedded import exit_status
+signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+process = subprocess.Popen([sys.executable, "-c", ""])
+while exit_status(process) is None:
+    time.sleep(0.01)
+print("ended")
+"""
+
+
+def test_the_end_of_a_child_that_the_system_has_reaped_is_seen() -> None:
+    """As where SIGCHLD is ignored, which a process inherits: then nobody can say how it ended."""
+    assert subprocess.run([sys.executable, "-c", REAPED], capture_output=True, timeout=30).stdout == b"ended\n"
+
+
+@pytest.mark.parametrize(("code", "status"), [("raise SystemExit(3)", 3), ("import os; os.abort()", -signal.SIGABRT)])
+def test_a_status_is_told_as_often_as_it_is_asked_for_and_the_process_stays_unreaped(code: str, status: int) -> None:
+    process = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.DEVNULL)
+    while exit_status(process) is None:
+        time.sleep(0.01)
+    assert [exit_status(process), process.returncode, exit_status(process)] == [status, None, status]
+    assert process.wait() == status == exit_status(process)

@@ -6,11 +6,11 @@ Knows: the modules beside the backend. Must not know: SGLang, which need not be 
 from __future__ import annotations
 
 import asyncio
-import collections
 import contextlib
 import http.server
 import itertools
 import os
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -25,7 +25,7 @@ import safetensors.numpy
 from consumers.reef_engine.sglang import launch
 from consumers.reef_engine.sglang.adapters import Held, incomplete, layouts
 from consumers.reef_engine.sglang.backend import SGLangEngine, _read
-from consumers.reef_engine.sglang.borrowed import _differs, _holds_none
+from consumers.reef_engine.sglang.borrowed import _wrong
 from consumers.reef_engine.sglang.client import Client, words
 from consumers.reef_engine.sglang.launch import (
     SHIMS,
@@ -101,6 +101,9 @@ def test_what_no_server_can_be_started_with_is_refused_with_its_key(
 # -- a server that is borrowed
 
 AS_CONFIGURED = {"tp_size": 1, "dtype": "auto", "disable_radix_cache": True, "disable_overlap_schedule": True}
+TAKES = {"enable_lora": True, "max_loaded_loras": None, "max_lora_rank": 8, "lora_target_modules": ["q_proj", "v_proj"]}
+TAKES_NONE = {"enable_lora": None, "max_loaded_loras": None, "max_lora_rank": None, "lora_target_modules": None}
+TWO = Adapters(scenarios=("red",), rank=8, targets=("q_proj", "v_proj"))
 
 
 @pytest.mark.parametrize(
@@ -115,16 +118,13 @@ AS_CONFIGURED = {"tp_size": 1, "dtype": "auto", "disable_radix_cache": True, "di
 )
 def test_a_borrowed_server_is_as_configured(model: Path, said: dict[str, Any], found: str) -> None:
     inference = configured(model, **{"prefix-cache": False})
-    assert _differs({**AS_CONFIGURED, **said}, inference, spans=True).startswith(found)
-    assert bool(_differs({**AS_CONFIGURED, **said}, inference, spans=True)) == bool(found)
+    answer = _wrong({**AS_CONFIGURED, **TAKES_NONE, **said}, inference, Adapters(), spans=True)
+    assert answer.startswith(found) and bool(answer) == bool(found)
 
 
 def test_batches_of_a_borrowed_server_may_overlap_where_an_answer_is_of_one_version(model: Path) -> None:
-    said = {**AS_CONFIGURED, "disable_overlap_schedule": False}
-    assert _differs(said, configured(model), spans=False) == ""
-
-
-TAKES = {"enable_lora": True, "max_loaded_loras": None, "max_lora_rank": 8, "lora_target_modules": ["q_proj", "v_proj"]}
+    said = {**AS_CONFIGURED, **TAKES_NONE, "disable_overlap_schedule": False}
+    assert _wrong(said, configured(model), Adapters(), spans=False) == ""
 
 
 @pytest.mark.parametrize(
@@ -142,10 +142,18 @@ TAKES = {"enable_lora": True, "max_loaded_loras": None, "max_lora_rank": 8, "lor
         ),
     ],
 )
-def test_a_borrowed_server_takes_adapters_as_configured(said: dict[str, Any], found: str) -> None:
-    adapters = Adapters(scenarios=("red",), rank=8, targets=("q_proj", "v_proj"))
-    answer = _holds_none({**TAKES, **said}, adapters)
+def test_a_borrowed_server_takes_adapters_as_configured(model: Path, said: dict[str, Any], found: str) -> None:
+    answer = _wrong({**AS_CONFIGURED, **TAKES, **said}, configured(model), TWO, spans=True)
     assert answer.startswith(found) and bool(answer) == bool(found)
+
+
+@pytest.mark.parametrize("name", [*AS_CONFIGURED, *TAKES])
+def test_a_borrowed_server_that_does_not_say_all_that_is_read_is_another_version(model: Path, name: str) -> None:
+    """Whatever the name is now, what we would take for its value need not be so. Nor may it be of another kind."""
+    said: dict[str, Any] = {**AS_CONFIGURED, **TAKES}
+    for wrong in ({each: said[each] for each in said if each != name}, {**said, name: object()}):
+        answer = _wrong(wrong, configured(model), TWO, spans=True)
+        assert answer.startswith("is of another version than ours, by its /server_info: ") and name in answer
 
 
 # -- start
@@ -221,6 +229,16 @@ def test_the_shims_are_on_the_path_only_where_there_is_no_gpu(tmp_path: Path, mo
     monkeypatch.delenv("PYTHONPATH")
     assert environment("cpu", tmp_path)["PYTHONPATH"] == str(SHIMS)
     assert environment("cuda", tmp_path)["PYTHONPATH"] == ""
+
+
+@pytest.mark.parametrize("name", ["SGLANG_RETURN_ORIGINAL_LOGPROB", "SGL_RETURN_ORIGINAL_LOGPROB"])
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_server_gives_logprobs_of_what_it_samples_from_whatever_our_environment_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str, name: str
+) -> None:
+    """With one of these, the second of which SGLang makes the first of, they would be of temperature 1."""
+    monkeypatch.setenv(name, "1")
+    assert name not in environment(device, tmp_path)
 
 
 def test_ranks_on_a_cpu_share_its_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -544,12 +562,15 @@ async def test_who_waits_for_a_server_hears_that_it_is_starting_and_when_it_is_g
 
 
 class Lively(http.server.BaseHTTPRequestHandler):
-    """Answers what it is asked for, as long as it is told to."""
+    """Answers after a while, as long as it lives."""
 
-    answers: ClassVar[collections.deque[bool]] = collections.deque()
+    lives: ClassVar[bool]
+    looks: ClassVar[int]
 
     def do_GET(self) -> None:
-        self.send_response(200 if not self.answers or self.answers.popleft() else 503)
+        type(self).looks += 1
+        time.sleep(0.15)
+        self.send_response(200 if self.lives else 503)
         self.end_headers()
 
     def log_message(self, *_: Any) -> None: ...
@@ -557,6 +578,7 @@ class Lively(http.server.BaseHTTPRequestHandler):
 
 @pytest.fixture
 def lively() -> Iterator[Client]:
+    Lively.lives, Lively.looks = True, 0
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Lively)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     yield Client(f"http://127.0.0.1:{server.server_port}", "")
@@ -564,30 +586,27 @@ def lively() -> Iterator[Client]:
     server.server_close()
 
 
-async def test_a_server_that_gives_no_sign_of_life_is_given_up_after_several_looks(lively: Client) -> None:
-    Lively.answers.extend([True, False, False, True, False, False, False, True])
-    assert await silent(lively, "server_info", 0.01, misses=3) == f"the server at {lively.url} answers no more"
-    assert Lively.answers == collections.deque([True])
-    Lively.answers.clear()
+async def test_a_server_that_gives_no_sign_of_life_is_given_up_after_a_while(lively: Client) -> None:
+    watching = asyncio.create_task(silent(lively, "server_info", 0.01, 2.0))
+    await asyncio.sleep(3.0)
+    assert not watching.done() and Lively.looks > 3
+    Lively.lives, began = False, time.monotonic()
+    assert await watching == f"the server at {lively.url} has given no sign of life for 2 s"
+    assert time.monotonic() - began > 1.5
 
 
-async def test_a_server_that_is_busy_with_what_it_was_asked_to_do_is_not_looked_at(lively: Client) -> None:
-    Lively.answers.extend([False] * 6)
-    lively.in_hand.add(loading := object())
-    watching = asyncio.create_task(silent(lively, "server_info", 0.01, misses=3))
-    await asyncio.sleep(0.2)
-    assert not watching.done() and len(Lively.answers) == 6
-    lively.in_hand.discard(loading)
-    await asyncio.wait_for(watching, 5)
-    assert len(Lively.answers) == 3
-    Lively.answers.clear()
-
-
-def test_a_call_is_in_hand_until_it_is_answered_however(client: Client) -> None:
-    for route in ("200", "400", "gone"):
-        with contextlib.suppress(TransferError, Unavailable):
-            client.post(route, {})
-        assert not client.in_hand
+async def test_a_look_waits_as_long_as_a_server_may_be_silent() -> None:
+    """It answers between two batches alone, and a look that was given up would be late for the next one, too."""
+    with socket.create_server(("127.0.0.1", 0)) as mute:
+        client = Client(f"http://127.0.0.1:{mute.getsockname()[1]}", "")
+        watching = asyncio.create_task(silent(client, "server_info", 0.01, 1.0))
+        await asyncio.sleep(0.5)
+        mute.settimeout(0)
+        asked = [mute.accept()[0]]
+        with pytest.raises(BlockingIOError):
+            mute.accept()
+        assert "no sign of life for 1 s" in await watching
+        asked[0].close()
 
 
 # -- answers
@@ -636,9 +655,12 @@ def test_an_answer_is_as_long_as_it_was_asked_for_or_ends_where_it_was_to_stop(
         ((), {"type": "stop", "matched": 7}),
     ],
 )
-def test_an_answer_of_another_length_or_end_is_none(ids: tuple[int, ...], reason: dict[str, Any]) -> None:
-    with pytest.raises(Rejected, match="SGLang's answer"):
-        _read(ASKED, said(ids, **reason))
+def test_an_answer_of_another_length_or_end_is_not_what_was_asked_for(
+    ids: tuple[int, ...], reason: dict[str, Any]
+) -> None:
+    """Whoever asked holds it against that, and asks again."""
+    done = _read(ASKED, said(ids, **reason)).completion
+    assert done.finish_reason and ASKED.reason(done.ids) != done.finish_reason
 
 
 # -- HTTP

@@ -38,6 +38,7 @@ log = logging.getLogger(__name__)
 SUMS_S = 300.0
 MEMORY_S = 300.0
 IDLE_S = 60.0
+TELL_S = 5.0
 KNOWN = 8
 """Versions of which the expected sums are remembered: the head and what comes next, and a few to go back to."""
 
@@ -216,7 +217,7 @@ class SGLangEngine(ContinuousBackend):
 
     def _tell(self, route: str, body: requests.Body) -> None:
         """Nobody waits for the answer."""
-        telling = asyncio.get_running_loop().run_in_executor(None, self.client.post, route, body)
+        telling = asyncio.get_running_loop().run_in_executor(None, self.client.post, route, body, TELL_S)
         telling.add_done_callback(_heard)
 
     async def disconnect(self) -> None:
@@ -233,7 +234,7 @@ class SGLangEngine(ContinuousBackend):
         self._halted = True
         mode = "retract" if self.inference.prefix_cache else "in_place"
         await blocking(self.client.post, "pause_generation", requests.pause_generation(mode))  # type: ignore[arg-type]
-        await blocking(self.client.get, "server_info")
+        await blocking(self.client.get, "server_info", SUMS_S)
 
     async def go_on(self) -> None:
         self._halted = False
@@ -265,23 +266,25 @@ def _answer(prompt: Prompt, said: bytes) -> Answer:
 
 
 def _read(prompt: Prompt, said: Any) -> Answer:
-    """Raises Rejected for an answer that is not one: as many tokens as were asked for, or up to where it was to stop,
-    each with its logprob, which is of the temperature that was asked for. The server gives that of temperature 1 for
-    greedy tokens; and it says that it stopped, by no token, where it computes no numbers."""
+    """Raises Rejected for an answer that is not one: tokens, each with its logprob, which is of the temperature that
+    was asked for. The server gives that of temperature 1 for greedy tokens."""
     try:
         ids, meta = tuple(said["output_ids"]), said["meta_info"]
         logprobs = [(float(logprob), token) for logprob, token, _ in meta["output_token_logprobs"]]
         versions = tuple((str(span["version"]), span["end"] - span["start"]) for span in meta["weight_versions"])
-        reason = "" if meta["finish_reason"]["type"] == "abort" else meta["finish_reason"]["type"]
-        matched = meta["finish_reason"]["matched"] if reason == STOP else None
+        reason = _reason(ids, meta["finish_reason"])
     except (KeyError, TypeError, ValueError) as error:
         raise Rejected(f"SGLang's answer is not one: {error!r}") from error
     if tuple(token for _, token in logprobs) != ids or not all(math.isfinite(logprob) for logprob, _ in logprobs):
         raise Rejected("SGLang's answer is not one: its logprobs are not those of its tokens")
-    if reason and (prompt.reason(ids) != reason or (reason == STOP and matched != ids[-1])):
-        raise Rejected(
-            f"SGLang's answer has {len(ids)} tokens and ends by {reason} ({matched}); {prompt.max_tokens} tokens were "
-            f"asked for, or up to one of {list(prompt.stop_ids)}"
-        )
     given = tuple(logprob if prompt.temperature else 0.0 for logprob, _ in logprobs)
     return Answer(Completion(ids=ids, logprobs=given, finish_reason=reason), versions)
+
+
+def _reason(ids: Sequence[int], said: Mapping[str, Any]) -> str:
+    """By what it says that the answer ended; empty: it was aborted. A stop is by the last token, or by something that
+    nobody has asked for: where it computes no numbers, the server puts a stop token in the place of the sampled one."""
+    reason, matched = str(said["type"]), said.get("matched")
+    if reason == STOP and matched not in ids[-1:]:
+        return f"{STOP} ({matched})"
+    return "" if reason == "abort" else reason

@@ -25,7 +25,6 @@ class Client:
 
     def __init__(self, url: str, key: str) -> None:
         self.url = url
-        self.in_hand = set[object]()  # calls that ask it to do something, of which nobody knows how long it takes
         self.headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
 
     def get(self, route: str, timeout_s: float = CALL_S) -> Any:
@@ -34,13 +33,8 @@ class Client:
     def post(self, route: str, body: dict[str, Any], timeout_s: float = CALL_S) -> Any:
         """The answer's JSON, None if it is empty. Raises TransferError("refused") with the server's words where it says
         no, and Unavailable where it says nothing: whether it did as it was asked is then unknown."""
-        data, call = msgspec.json.encode(body), object()
-        self.in_hand.add(call)
-        try:
-            request = urllib.request.Request(f"{self.url}/{route}", data, self.headers, method="POST")
-            return self._call(request, timeout_s)
-        finally:
-            self.in_hand.discard(call)
+        data = msgspec.json.encode(body)
+        return self._call(urllib.request.Request(f"{self.url}/{route}", data, self.headers, method="POST"), timeout_s)
 
     def _call(self, request: urllib.request.Request, timeout_s: float) -> Any:
         try:

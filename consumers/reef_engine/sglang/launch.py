@@ -19,6 +19,8 @@ import sys
 import time
 from pathlib import Path
 
+import aiohttp
+
 from consumers.reef_engine.sglang.client import Client
 from reef_bus.config import Inference
 from reef_bus.embedded import die_with_parent, exit_status
@@ -30,12 +32,14 @@ log = logging.getLogger(__name__)
 
 SHIMS = Path(__file__).parent / "cpu"
 POLL_S = 0.25
-LOOK_S, ANSWER_S, MISSES = 10.0, 30.0, 8
-"""A server is looked at so often; after so many looks in a row without an answer it hangs. Five minutes, for which
-SGLang itself waits for a batch (--watchdog-timeout): a first one may compile its kernels."""
+LOOK_S, SILENT_S = 10.0, 360.0
+"""A server is asked for a sign of life so often, and hangs when it gave none for so long: longer than SGLang itself
+waits for a batch (--watchdog-timeout), and than any call of ours, between which its scheduler would answer."""
 SAY_S = 10.0
 TIDY_S = 0.5  # for Python's own tracker, which gives back the semaphores of processes that were killed
 LAST_LINES = 12
+UNTEMPERED = ("SGLANG_RETURN_ORIGINAL_LOGPROB", "SGL_RETURN_ORIGINAL_LOGPROB")
+"""Whoever has one of these set is given logprobs of temperature 1, whatever the temperature."""
 
 
 def device(asked: str) -> str:
@@ -55,10 +59,12 @@ def gpus() -> int:
 
 
 def environment(device: str, scratch: Path, ranks: int = 1) -> dict[str, str]:
-    """Nothing is fetched from anywhere; sockets and the like go to `scratch`. Without a GPU the shims come first on the
-    path, and several ranks share the cores: SGLang itself gives each a NUMA node, or refuses. With one they are not on
-    it, though whoever started this process may have needed them."""
+    """Nothing is fetched from anywhere; sockets and the like go to `scratch`; logprobs are of what is sampled from.
+    Without a GPU the shims come first on the path, and several ranks share the cores: SGLang itself gives each a NUMA
+    node, or refuses. With one they are not on it, though whoever started this process may have needed them."""
     found = {**os.environ, "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "PYTHONWARNINGS": "ignore"}
+    for name in UNTEMPERED:
+        found.pop(name, None)
     found["TMPDIR"] = str(scratch)
     path = [each for each in os.environ.get("PYTHONPATH", "").split(os.pathsep) if each]
     path = [str(SHIMS)] * (device == "cpu") + [each for each in path if Path(each).resolve() != SHIMS.resolve()]
@@ -176,7 +182,8 @@ class Process:
         """End it, if it has not ended by itself, and then whatever it started: it has nothing that could be lost. Safe
         to repeat."""
         if exit_status(self.process) is None:
-            self.process.kill()
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.process.pid, signal.SIGKILL)  # Popen's own would wait for it first, and free its number
             time.sleep(TIDY_S)
         if self.process.returncode is None:  # else it was waited for, and its number may be another's by now
             with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -186,27 +193,26 @@ class Process:
 
 def healthy(client: Client) -> bool:
     """Whether it generates, if it is not paused: one that is may say either."""
-    return _answers(client, "health", 5.0)
-
-
-async def silent(
-    client: Client, route: str, look_s: float = LOOK_S, answer_s: float = ANSWER_S, misses: int = MISSES
-) -> str:
-    """Wait until it has not answered there for a while, other than while it does what it was asked to; says so."""
-    missed = 0
-    while missed < misses:
-        await asyncio.sleep(look_s)
-        lives = bool(client.in_hand) or await blocking(_answers, client, route, answer_s)
-        missed = 0 if lives or client.in_hand else missed + 1
-    return f"the server at {client.url} answers no more"
-
-
-def _answers(client: Client, route: str, timeout_s: float) -> bool:
     try:
-        client.get(route, timeout_s=timeout_s)
+        client.get("health", timeout_s=5.0)
     except (TransferError, Unavailable):
         return False
     return True
+
+
+async def silent(client: Client, route: str, look_s: float = LOOK_S, silent_s: float = SILENT_S) -> str:
+    """Wait until it has not answered there for a while; says so. Each look waits as long as that, for what is asked
+    anew each time might never come between two batches; and it takes no thread of those that do the work."""
+    patience = aiohttp.ClientTimeout(total=silent_s)
+    heard = time.monotonic()
+    async with aiohttp.ClientSession(headers=client.headers, timeout=patience) as session:
+        while time.monotonic() - heard < silent_s:
+            await asyncio.sleep(look_s)
+            with contextlib.suppress(aiohttp.ClientError, OSError, TimeoutError):
+                async with session.get(f"{client.url}/{route}") as reply:
+                    await reply.read()
+                    heard = time.monotonic() if reply.status == 200 else heard
+    return f"the server at {client.url} has given no sign of life for {silent_s:g} s"
 
 
 def free_port() -> int:

@@ -159,8 +159,12 @@ def _without_ends(config: bytes) -> bytes:
 
 
 def _read_by_itself(file: Path) -> bool:
-    other = file.name.startswith("consolidated") or file.name == "training_args.bin"
-    return file.suffix in READ and not other and file.is_file()
+    return file.suffix in READ and not file.name.startswith("consolidated") and file.is_file() and not _beside(file)
+
+
+def _beside(file: Path) -> bool:
+    """What a training leaves beside weights, and SGLang passes over."""
+    return file.stem in ("training_args", "optimizer", "scheduler", "scaler")
 
 
 def place(state_dir: Path, engine: str) -> Path:

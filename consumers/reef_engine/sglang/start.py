@@ -39,8 +39,9 @@ from reef_bus.runner import blocking
 
 KEY = "SGLANG_API_KEY"
 """The environment's variable with the key of servers that are borrowed."""
-GONE = (2.0, 2.0, 3)
-"""As `LOOK_S` and so on, for a server that is borrowed: its process is not ours to look at."""
+GONE = (2.0, 30.0)
+"""As `LOOK_S` and `SILENT_S`, for a server that is borrowed: its process is not ours to look at, and this its HTTP
+answers by itself."""
 
 
 async def start(config: Config, me: Me, died: Callable[[str], None], stack: contextlib.AsyncExitStack) -> SGLangEngine:

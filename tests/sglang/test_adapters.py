@@ -41,7 +41,7 @@ SIDES = {"q_proj": (64, 64), "k_proj": (32, 64), "v_proj": (32, 64), "o_proj": (
 SIDES |= {"gate_proj": (128, 64), "up_proj": (128, 64), "down_proj": (64, 128)}
 """Rows and columns of each layer's weights: hidden 64, heads 4 of 16, of which 2 for keys and values, ffn 128."""
 GREEDY = Prompt(ids=(11, 7, 10), max_tokens=12, temperature=0.0)
-LONG = Prompt(ids=(11, 7, 10), max_tokens=200)
+LONG = Prompt(ids=(11, 7, 10), max_tokens=600)
 HALFWAY = Prompt(ids=tuple((7 * n) % 15 for n in range(200)), max_tokens=800)
 Tensors = dict[str, torch.Tensor]
 

@@ -64,9 +64,12 @@ OPTIONS = {
     **dict.fromkeys(("pp", "pp-size", "pipeline-parallel-size", "nnodes"), "inference.tensor-parallel-size"),
     "config": "the options themselves",
     **dict.fromkeys(
-        ("host", "port", "api-key", "admin-api-key", "load-format", "weight-version"), "nothing: the agent gives it"
+        (
+            *("host", "port", "api-key", "admin-api-key"),
+            *("load-format", "weight-version", "skip-tokenizer-init", "skip-server-warmup"),
+        ),
+        "nothing: the agent gives it",
     ),
-    **dict.fromkeys(("skip-tokenizer-init", "skip-server-warmup"), "nothing: the agent gives it"),
     "model-checksum": "nothing: what is loaded is proven",
 }
 """SGLang's options that `inference.options` may not name, and the key that stands for each."""

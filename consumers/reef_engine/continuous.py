@@ -196,8 +196,10 @@ class Continuous(Endpoint):
 
     def _refute(self, request: Request, answer: Answer) -> None:
         given = {part.named for part in request.parts}
-        said = f"{len(answer.completion.ids)} tokens by {answer.versions}, sampled under {sorted(given)}, with the end "
-        said += f"{answer.completion.finish_reason!r} of {request.waiting.prompt.max_tokens} at most"
+        said = (
+            f"{len(answer.completion.ids)} of {request.waiting.prompt.max_tokens} tokens by {answer.versions}, sampled "
+            f"under {sorted(given)}, ended by {answer.completion.finish_reason}"
+        )
         request.refuted += 1
         if not given.issuperset(load_id for load_id, _ in answer.versions):
             self.agent.doubt()

@@ -30,9 +30,9 @@ class Reply(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, call: Call, record: str, created: int, format: ChatFormat, done: Completion) -> Reply:
-        stop = next((place for place, token in enumerate(done.ids) if token in format.stops), None)
-        ids, logprobs = (done.ids, done.logprobs) if stop is None else (done.ids[: stop + 1], done.logprobs[: stop + 1])
-        spoken = len(ids) if stop is None else stop
+        ids = done.ids[: call.prompt.answered(done.ids)]
+        logprobs, stopped = done.logprobs[: len(ids)], bool(ids) and ids[-1] in call.prompt.stop_ids
+        spoken = len(ids) - stopped
         return cls(call=call, record=record, created=created, format=format, ids=ids, logprobs=logprobs, spoken=spoken)
 
     @property

@@ -400,7 +400,7 @@ def test_they_are_there_while_a_server_starts_that_needs_some(model: Path, tmp_p
     for name in (*names, "consolidated.safetensors", "training_args.bin", "c.onnx"):
         (model / name).write_bytes(b"the model's own")
     room = Room(model, tmp_path / "room")
-    with contextlib.suppress(KeyError), room.furnished(model):
+    with contextlib.suppress(KeyError), room.with_weights(model):
         assert all((room.folder / name).read_bytes() == b"the model's own" for name in names)
         assert {file.name for file in room.folder.iterdir()} == {"config.json", "tmp", *names}
         raise KeyError  # as where the start fails
@@ -417,7 +417,7 @@ def test_a_model_folder_without_weights_starts_no_server_that_needs_some(
     (model / "b.safetensors").symlink_to("nowhere")
     with (
         pytest.raises(Rejected, match=r"inference\.model-path\) has none that it reads .*; put them there, or choose"),
-        Room(model, tmp_path / "room").furnished(model),
+        Room(model, tmp_path / "room").with_weights(model),
     ):
         pass
 

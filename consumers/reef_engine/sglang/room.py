@@ -1,6 +1,8 @@
-"""Where versions for a server are received: a model folder of which the weights file is mapped, and written in place.
+"""Where versions for a server are received: a model folder of which the weights file is mapped, and written in place;
+and adapters, each a folder of its own.
 
-Knows: safetensors' layout, one folder. Must not know: who writes, or who reads the folder afterwards.
+Knows: safetensors' layout, what of a model's folder SGLang reads. Must not know: who writes, or who reads the folder
+afterwards.
 In shared memory, so that the server, and whoever works out its sums, read it without a disk.
 """
 
@@ -62,9 +64,8 @@ class Room:
         (self.folder / CONFIG).write_bytes(_without_ends((model / CONFIG).read_bytes()))
 
     @contextlib.contextmanager
-    def furnished(self, model: Path) -> Iterator[None]:
-        """With the weights of the model's own folder, too, meanwhile. Raises Rejected where it has none that SGLang
-        reads."""
+    def with_weights(self, model: Path) -> Iterator[None]:
+        """Of the model's own folder, meanwhile. Raises Rejected where it has none that SGLang reads."""
         weights = [file for file in model.iterdir() if _read_by_itself(file)]
         if not weights:
             raise Rejected(
@@ -159,12 +160,9 @@ def _without_ends(config: bytes) -> bytes:
 
 
 def _read_by_itself(file: Path) -> bool:
-    return file.suffix in READ and not file.name.startswith("consolidated") and file.is_file() and not _beside(file)
-
-
-def _beside(file: Path) -> bool:
-    """What a training leaves beside weights, and SGLang passes over."""
-    return file.stem in ("training_args", "optimizer", "scheduler", "scaler")
+    """SGLang passes over what a training leaves beside weights."""
+    other = file.stem.startswith("consolidated") or file.stem in ("training_args", "optimizer", "scheduler", "scaler")
+    return file.suffix in READ and not other and file.is_file()
 
 
 def place(state_dir: Path, engine: str) -> Path:

@@ -40,8 +40,8 @@ from reef_bus.runner import blocking
 KEY = "SGLANG_API_KEY"
 """The environment's variable with the key of servers that are borrowed."""
 GONE = (2.0, 30.0)
-"""As `LOOK_S` and `SILENT_S`, for a server that is borrowed: its process is not ours to look at, and this its HTTP
-answers by itself."""
+"""As `LOOK_S` and `SILENT_S`, for a server that is borrowed: its end is seen by that alone, and /model_info waits for
+no batch."""
 
 
 async def start(config: Config, me: Me, died: Callable[[str], None], stack: contextlib.AsyncExitStack) -> SGLangEngine:
@@ -74,7 +74,7 @@ async def start(config: Config, me: Me, died: Callable[[str], None], stack: cont
         client = Client(f"http://127.0.0.1:{port}", me.boot)
         own = server_flags(inference, port, me.boot, where, spans=spans, saver=saver, weights=weights)
         argv = ["-m", "sglang.launch_server", *flags, *own, *adapter_flags(config.adapters, where)]
-        with room.furnished(Path(inference.model_path)) if weights else contextlib.nullcontext():
+        with room.with_weights(Path(inference.model_path)) if weights else contextlib.nullcontext():
             server = Process(argv, around, run / f"{me.id}.sglang.log")
             stack.callback(server.end)
             await server.ready(client, inference.start_s)

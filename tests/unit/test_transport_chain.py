@@ -45,11 +45,16 @@ class Sending:
     def __init__(self, offer: Offer, source: dict[str, Piece], manifest: Manifest, attempt: int) -> None:
         self.offer, self.source, self.manifest, self.attempt = offer, source, manifest, attempt
 
-    async def receive(self, progress: Callable[[int], None] | None = None, stall_s: float = 2.0) -> bool:
+    async def receive(
+        self,
+        progress: Callable[[int], object] | None = None,
+        stall_s: float = 2.0,
+        ticket: Ticket | None = None,
+    ) -> bool:
         """Whether the right bytes have arrived."""
         target = empty(self.source)
         await TcpTransport().receive(
-            self.offer.ticket,
+            ticket or self.offer.ticket,
             self.manifest,
             target,
             publication="p",
@@ -109,17 +114,36 @@ async def test_who_comes_when_all_others_have_finished_takes_everything_from_the
 
 
 async def test_a_receiver_whose_neighbour_gives_up_takes_the_rest_from_the_sender(sending: Sending) -> None:
-    first: asyncio.Task[bool] = asyncio.create_task(
-        sending.receive(lambda have: cancel() if have > LARGE / 2 else None)
-    )
-
-    def cancel() -> None:
-        first.cancel()
-
-    second = asyncio.create_task(sending.receive())
-    assert await asyncio.wait_for(second, 10)
-    assert first.cancelled()
+    begun = asyncio.Event()
+    async with half_way(sending) as ticket:
+        first = asyncio.create_task(sending.receive(lambda have: begun.set(), ticket=ticket))
+        await asyncio.wait_for(begun.wait(), 10)  # it is the head of the chain: who comes now is sent to it
+        assert await asyncio.wait_for(sending.receive(lambda have: have < LARGE // 2 or first.cancel()), 10)
+        with pytest.raises(asyncio.CancelledError):
+            await first
     assert LARGE <= sending.offer.sent_bytes < 1.9 * LARGE
+
+
+@contextlib.asynccontextmanager
+async def half_way(sending: Sending) -> AsyncIterator[Ticket]:
+    """Who comes by this way gets half of the weights, and then waits for the rest."""
+
+    async def relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        source, sink = await asyncio.open_connection(*host_port(sending.offer.ticket.address))
+        with contextlib.closing(writer), contextlib.closing(sink):
+            sink.write(await said(reader))
+            writer.write(await said(source) + await source.readexactly(LARGE // 2))
+            await reader.read()
+
+    async with await asyncio.start_server(relay, "127.0.0.1", 0) as server:
+        address = "{}:{}".format(*server.sockets[0].getsockname())
+        yield Ticket("tcp", address, sending.offer.ticket.token)
+
+
+async def said(reader: asyncio.StreamReader) -> bytes:
+    """One message of a handshake, as it came."""
+    size = await reader.readexactly(4)
+    return size + await reader.readexactly(int.from_bytes(size))
 
 
 @contextlib.asynccontextmanager
@@ -212,7 +236,7 @@ async def test_who_takes_from_a_receiver_and_then_stops_is_given_up() -> None:
     stopped = socket.socket()
 
     async def send(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        hello = msgspec.json.decode(await reader.readexactly(int.from_bytes(await reader.readexactly(4))), type=Hello)
+        hello = msgspec.json.decode((await said(reader))[4:], type=Hello)
         writer.write(message(Answer()))
         await asyncio.get_running_loop().run_in_executor(None, stopped.connect, host_port(hello.serves))
         stopped.sendall(message(hello))

@@ -6,6 +6,7 @@ Must not know: the trainer, the log, or which version it holds.
 
 from __future__ import annotations
 
+import ctypes
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -20,6 +21,8 @@ from reef_bus.core.publication import PAUSES
 from reef_bus.errors import ContractError, Rejected, TransferError
 from reef_bus.events import Lora
 from reef_bus.policy import Policy, PolicyConfig, Sampling, pieces
+
+_LIBC = ctypes.CDLL(None)
 
 
 class Group(NamedTuple):
@@ -125,9 +128,12 @@ class TorchEngine(InferenceBackend):
         return self._adapters.names()
 
     def release(self, regions: Sequence[str]) -> None:
-        """Both copies: the parameters are freed with the last view of them."""
+        """Both copies: the parameters are freed with the last view of them. What was once part of its heap glibc keeps
+        for later, megabytes too, until it is told not to."""
         self._started()
         self.close()
+        if trim := getattr(_LIBC, "malloc_trim", None):
+            trim(0)
 
     def resume(self, regions: Sequence[str]) -> None:
         self._allocate()

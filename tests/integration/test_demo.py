@@ -95,6 +95,7 @@ def test_a_kept_folder_is_not_overwritten(kept: tuple[Path, dict[str, Any]]) -> 
 def test_resume_goes_on_from_the_same_log_and_trains_nothing_twice(kept: tuple[Path, dict[str, Any]]) -> None:
     state, before = kept
     incarnation = events(state, "LogOpened")[0]["data"]["incarnation"]
+    train_slowly(state / "run" / "deployment.json")
     after = demo("--resume", str(state), "--releases", "2", "--kill", "trainer@JobStarted")
     assert after["resumed"] is True and after["audit_violations"] == 0
     assert after["releases"] >= before["releases"] + 2 and after["records"] > before["records"]
@@ -102,6 +103,13 @@ def test_resume_goes_on_from_the_same_log_and_trains_nothing_twice(kept: tuple[P
     assert {e["data"]["load_id"].partition(":")[0] for e in events(state, "ReleaseCommitted")} == {incarnation}
     starts = [(e["data"]["job"], e["data"]["attempt"]) for e in events(state, "JobStarted")]
     assert any(attempt == 2 for _, attempt in starts) and len(set(starts)) == len(starts)
+
+
+def train_slowly(config: Path) -> None:
+    """A step for every sample: whoever is killed in a job is in the middle of it, however late the signal comes."""
+    said = json.loads(config.read_text())
+    said["training"] |= {"minibatches": said["training"]["groups"] * said["training"]["group-size"], "lr": 1e-4}
+    config.write_text(json.dumps(said))
 
 
 def test_an_export_is_audited_elsewhere_and_an_edited_one_is_caught(

@@ -26,7 +26,14 @@ pytestmark = [pytest.mark.integration, pytest.mark.long]
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = ROOT / "deploy" / "examples" / "attach_torch.py"
-ATTACHED = msgspec.structs.replace(CONFIG, training=Training(backend="attached"))
+PATIENT = msgspec.structs.replace(CONFIG.publication.deadlines, sender_s=60.0)
+"""Of the three attempts of a release none is over because torch takes long to import, with each new process, on a busy
+machine."""
+ATTACHED = msgspec.structs.replace(
+    CONFIG,
+    training=Training(backend="attached"),
+    publication=msgspec.structs.replace(CONFIG.publication, deadlines=PATIENT),
+)
 KILLS = ("JobDispatched", "CandidateReady", "TargetPersisted", "SenderReady", "ReleaseCommitted")
 
 

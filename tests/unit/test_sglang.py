@@ -457,6 +457,21 @@ def test_what_cannot_be_removed_is_out_of_the_way_all_the_same(
     assert room.adapters() == set()
 
 
+@pytest.mark.parametrize("name", ["other", "never"])
+def test_what_could_not_be_removed_is_tried_again_with_the_next_that_goes(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    room = Room(model, tmp_path / "room")
+    for each in ("one", "other", "stays"):
+        room.keep(each, down(2), Lora(2, 4, ("down_proj",)))
+    with monkeypatch.context() as broken:
+        broken.setattr("shutil.rmtree", lambda *_, **__: None)
+        room.drop("one")
+    room.drop(name)
+    left = {each.name for each in (room.folder / "adapters").iterdir()}
+    assert left == {"other", "stays"} - {name}
+
+
 def test_a_socket_fits_into_the_room_of_an_engine_with_the_longest_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

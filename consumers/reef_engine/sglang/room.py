@@ -111,10 +111,10 @@ class Room:
 
     def drop(self, name: str) -> None:
         """At once for whoever looks for it, if it is here. Raises OSError."""
-        away = self.folder / ADAPTERS / f".{secrets.token_hex(8)}"
         with contextlib.suppress(FileNotFoundError):
-            self.adapter(name).rename(away)
-            shutil.rmtree(away, ignore_errors=True)
+            self.adapter(name).rename(self.folder / ADAPTERS / f".{secrets.token_hex(8)}")
+        for left in (self.folder / ADAPTERS).glob(".*"):  # what could not be removed earlier, too
+            shutil.rmtree(left, ignore_errors=True)
 
     def fit(self, layouts: Mapping[str, Layout]) -> Pieces:
         """Writable views for tensors of these layouts: the same ones, as long as they are asked for the same."""

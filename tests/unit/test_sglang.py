@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -419,6 +420,30 @@ def test_a_model_folder_without_weights_starts_no_server_that_needs_some(
         pytest.raises(Rejected, match=r"inference\.model-path\) has none that it reads .*; put them there, or choose"),
         Room(model, tmp_path / "room").with_weights(model),
     ):
+        pass
+
+
+def test_a_model_folder_that_cannot_be_read_is_named_with_what_to_do(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may go, or be another user's, when its configuration has been read already."""
+    (model / "a.bin").write_bytes(b"the model's own")
+    room = Room(model, tmp_path / "room")
+    room.close()
+    with pytest.raises(Unavailable, match=r"cannot make .*room"), room.with_weights(model):
+        pass
+    room = Room(model, tmp_path / "room")
+    unread = PermissionError(13, "Permission denied", str(model / "a.bin"))
+    said = r"model \(inference\.model-path\) cannot be read: .*a\.bin.*; put it back, or let this user read all of it"
+    with monkeypatch.context() as closed:
+        closed.setattr(Path, "is_file", lambda *_: (_ for _ in ()).throw(unread))
+        with pytest.raises(Rejected, match=said), room.with_weights(model):
+            pass
+        with pytest.raises(Rejected, match=said):
+            Room(model, tmp_path / "room")
+    room = Room(model, tmp_path / "room")
+    shutil.rmtree(model)
+    with pytest.raises(Rejected, match=r"cannot be read: .*No such file"), room.with_weights(model):
         pass
 
 

@@ -43,13 +43,11 @@ class Room:
 
     def __init__(self, model: Path, folder: Path) -> None:
         """`folder` is ours alone, and whatever an earlier boot left there goes. Raises Unavailable where that cannot
-        be."""
+        be, and Rejected for a model that cannot be read."""
         self.folder = folder
         shutil.rmtree(folder, ignore_errors=True)
-        try:
+        with self._making(), _reading(model):
             self._furnish(model)
-        except OSError as error:
-            raise Unavailable(f"cannot make {folder}: {error}; free some memory there, or remove the folder") from error
         self._layouts: dict[str, Layout] = {}
         self._pieces: Pieces = {}
 
@@ -64,9 +62,20 @@ class Room:
         (self.folder / CONFIG).write_bytes(_without_ends((model / CONFIG).read_bytes()))
 
     @contextlib.contextmanager
+    def _making(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise Unavailable(
+                f"cannot make {self.folder}: {error}; free some memory there, or remove the folder"
+            ) from error
+
+    @contextlib.contextmanager
     def with_weights(self, model: Path) -> Iterator[None]:
-        """Of the model's own folder, meanwhile. Raises Rejected where it has none that SGLang reads."""
-        weights = [file for file in model.iterdir() if _read_by_itself(file)]
+        """Of the model's own folder, meanwhile. Raises Rejected where it has none that SGLang reads, or cannot be read,
+        and Unavailable where there is no room for links to them."""
+        with _reading(model):
+            weights = [file for file in model.iterdir() if _read_by_itself(file)]
         if not weights:
             raise Rejected(
                 f"inference.update disk: SGLang loads adapters from folders only if it was started with weights, and "
@@ -75,8 +84,9 @@ class Room:
             )
         files = [*weights, *model.glob("*.index.json")]
         try:
-            for file in files:
-                (self.folder / file.name).symlink_to(file.absolute())
+            with self._making():
+                for file in files:
+                    (self.folder / file.name).symlink_to(file.absolute())
             yield
         finally:
             for file in files:
@@ -147,6 +157,19 @@ class Room:
 
     def close(self) -> None:
         shutil.rmtree(self.folder, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _reading(model: Path) -> Iterator[None]:
+    """What is in the way there, and not where it is copied to, is for whoever configured it."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None or not Path(error.filename).is_relative_to(model):
+            raise
+        raise Rejected(
+            f"{model} (inference.model-path) cannot be read: {error}; put it back, or let this user read all of it"
+        ) from error
 
 
 def _without_ends(config: bytes) -> bytes:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import shutil
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import msgspec
 import pytest
 import safetensors.numpy
 
-from consumers.reef_engine.sglang.adapters import Held, incomplete, layouts
+from consumers.reef_engine.sglang.adapters import Held, _furthest, incomplete, layouts
 from consumers.reef_engine.sglang.borrowed import _wrong
 from consumers.reef_engine.sglang.launch import (
     SHIMS,
@@ -349,6 +350,15 @@ def test_a_folder_that_cannot_be_taken_away_is_a_leak_and_the_server_is_told_to_
     monkeypatch.setattr(Path, "rename", lambda *_: (_ for _ in ()).throw(PermissionError(13, "not yours")))
     assert "not yours" in server.unload("one")
     assert [route for route, _ in refusing.asked] == ["unload_lora_adapter", "generate"]
+
+
+@pytest.mark.parametrize("place", range(3))
+@pytest.mark.parametrize("off", [0.2, -0.2, math.nan, math.inf])
+def test_one_logprob_that_is_something_else_is_found_wherever_it_is(place: int, off: float) -> None:
+    expected = [-1.0, -2.0, -3.0]
+    found = [each + off if number == place else each for number, each in enumerate(expected)]
+    assert f"logprob {place + 1} of the probe" in _furthest(found, expected, 0.1)
+    assert _furthest([-1.05, -2.0, -3.0], expected, 0.1) == ""
 
 
 # -- the room

@@ -214,8 +214,8 @@ def _logprobs(said: Any) -> list[tuple[float, int]]:
 
 def _furthest(found: Sequence[float], expected: Sequence[float], within: float) -> str:
     far = [abs(one - other) for one, other in zip(found, expected, strict=True)]
-    place = max(range(len(far)), key=far.__getitem__)
-    if far[place] <= within:  # not for NaN
+    place = max(range(len(far)), key=lambda each: (not far[each] <= within, far[each]))  # NaN is not within anything
+    if far[place] <= within:
         return ""
     return (
         f"the server answers with something else: logprob {place + 1} of the probe is {found[place]:.6f}, expected "

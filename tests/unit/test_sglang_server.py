@@ -20,12 +20,14 @@ import psutil
 import pytest
 
 from consumers.reef_engine.sglang import launch
+from consumers.reef_engine.sglang.adapters import Held
 from consumers.reef_engine.sglang.backend import SGLangEngine, _read
 from consumers.reef_engine.sglang.client import Client, words
 from consumers.reef_engine.sglang.launch import Process, server_flags, silent
 from consumers.reef_engine.sglang.room import Room
-from consumers.reef_engine.sglang.sums import Oracle
+from consumers.reef_engine.sglang.sums import Oracle, Sums
 from reef_bus.backends import Prompt
+from reef_bus.config import build
 from reef_bus.errors import TransferError, Unavailable
 from tests.unit.test_sglang import configured, model
 
@@ -298,6 +300,67 @@ async def test_a_connection_that_the_server_closes_meanwhile_costs_no_answer(mod
         await engine.disconnect()
         await asyncio.to_thread(server.shutdown)
         server.server_close()
+
+
+class Foreign(http.server.BaseHTTPRequestHandler):
+    """What stands between us and a server: `said` to every call."""
+
+    said: ClassVar[tuple[int, bytes]]
+
+    def do_GET(self) -> None:
+        status, body = self.said
+        self.rfile.read(int(self.headers["Content-Length"] or 0))
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    do_POST = do_GET
+
+    def log_message(self, *_: Any) -> None: ...
+
+
+@pytest.fixture
+def foreign(model: Path, tmp_path: Path) -> Iterator[SGLangEngine]:
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Foreign)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    room, nobody = Room(model, tmp_path / "room"), Oracle([], 0, 0, {}, tmp_path / "log")
+    client = Client(f"http://127.0.0.1:{server.server_port}", "key")
+    config = build("test", {"adapters": {"scenarios": ["a"]}})
+    held = Held(client, room, None, config, "cpu")  # type: ignore[arg-type]
+    engine = SGLangEngine(configured(model), client, room, nobody, "cpu", [].append, held, spans=False)
+    engine._expected["m"] = [Sums(0, "x-64", {"a": "1"})]
+    yield engine
+    server.shutdown()
+    server.server_close()
+
+
+OTHER = [b"<html>Sign in</html>", b"", b"{}", b"[]", b"null", b'{"weight_version": 1, "data": [1], "ranks": {}}']
+
+
+@pytest.mark.parametrize("said", OTHER)
+def test_an_answer_that_is_none_proves_nothing_and_is_no_defect_of_ours(foreign: SGLangEngine, said: bytes) -> None:
+    Foreign.said = 200, said
+    with pytest.raises(TransferError, match="protocol: /model_info: the answer is not SGLang's"):
+        foreign.proof("m", "i:1")
+    with pytest.raises(TransferError, match="protocol: /v1/models: the answer is not SGLang's"):
+        foreign.resident()
+    assert "/v1/models: the answer is not SGLang's" in foreign.unload_adapter("one")
+
+
+def test_sums_of_another_shape_prove_nothing(foreign: SGLangEngine) -> None:
+    for ranks in (
+        b"1",
+        b"[1]",
+        b'[{"checksums": {"a": "1"}}]',
+        b'[{"checksums": {"a": "1"}, "parallelism_info": [{}]}]',
+    ):
+        Foreign.said = 200, b'{"weight_version": "i:1", "ranks": %s}' % ranks
+        with pytest.raises(TransferError, match="protocol: /weights_checker: the answer is not SGLang's"):
+            foreign.proof("m", "i:1")
+    right = b'[{"checksums": {"a": "1"}, "parallelism_info": [{"tp_rank": 0, "tp_size": 1}]}]'
+    Foreign.said = 200, b'{"weight_version": "i:1", "ranks": %s}' % right
+    assert foreign.proof("m", "i:1").flaw == ""
 
 
 # -- memory

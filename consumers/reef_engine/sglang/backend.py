@@ -21,11 +21,11 @@ import msgspec
 
 from consumers.reef_engine.sglang import moves, requests
 from consumers.reef_engine.sglang.adapters import Held
-from consumers.reef_engine.sglang.client import CALL_S, Client, words
+from consumers.reef_engine.sglang.client import CALL_S, Client, shaped, words
 from consumers.reef_engine.sglang.launch import gpus
 from consumers.reef_engine.sglang.limits import Limits
 from consumers.reef_engine.sglang.room import Room
-from consumers.reef_engine.sglang.sums import Oracle, Sums, flaw
+from consumers.reef_engine.sglang.sums import Checked, Oracle, Sums, flaw
 from reef_bus.backends import STOP, Answer, Completion, ContinuousBackend, Layout, Pieces, Prompt, Proof
 from reef_bus.config import Inference
 from reef_bus.core.publication import DRAIN, PAUSES, RETRACT
@@ -41,6 +41,12 @@ IDLE_S = 60.0
 TELL_S = 5.0
 KNOWN = 8
 """Versions of which the expected sums are remembered: the head and what comes next, and a few to go back to."""
+
+
+class Named(msgspec.Struct, frozen=True):
+    """What we read of its /model_info."""
+
+    weight_version: str
 
 
 class SGLangEngine(ContinuousBackend):
@@ -132,12 +138,11 @@ class SGLangEngine(ContinuousBackend):
         return Proof(self._flaw(expected, load_id), sum(len(each.sums) for each in expected), expected[0].algorithm)
 
     def _flaw(self, expected: Sequence[Sums], load_id: str) -> str:
-        named = self.client.get("model_info")["weight_version"]
+        named = shaped("model_info", self.client.get("model_info"), Named).weight_version
         if named != load_id:
             return f"the server calls what it holds {named!r}, expected {load_id!r}"
-        return flaw(
-            expected, self.client.post("weights_checker", requests.weights_checker("checksum"), SUMS_S)["ranks"]
-        )
+        said = self.client.post("weights_checker", requests.weights_checker("checksum"), SUMS_S)
+        return flaw(expected, shaped("weights_checker", said, Checked).ranks)
 
     # -- adapters
 

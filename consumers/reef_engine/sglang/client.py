@@ -8,11 +8,13 @@ from __future__ import annotations
 import http.client
 import urllib.error
 import urllib.request
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
 from reef_bus.errors import TransferError, Unavailable
+
+T = TypeVar("T")
 
 CALL_S = 60.0
 """For one control call: those that move or read weights bring their own."""
@@ -58,6 +60,15 @@ def _json(body: bytes) -> Any:
     if not body or body.lstrip()[:1] not in (b"{", b"[", b"n"):
         return None  # some routes answer in prose
     return msgspec.json.decode(body)
+
+
+def shaped(route: str, said: Any, kind: type[T]) -> T:
+    """What was said there. Raises TransferError("protocol") for anything else, as from whatever may stand between us
+    and a server that is borrowed."""
+    try:
+        return msgspec.convert(said, kind)
+    except msgspec.ValidationError as error:
+        raise TransferError("protocol", f"/{route}: the answer is not SGLang's: {error}") from error
 
 
 def words(body: str) -> str:

@@ -28,7 +28,7 @@ from consumers.reef_engine.sglang.room import Room
 from consumers.reef_engine.sglang.sums import Oracle, Sums
 from reef_bus.backends import Prompt
 from reef_bus.config import build
-from reef_bus.errors import TransferError, Unavailable
+from reef_bus.errors import Rejected, TransferError, Unavailable
 from tests.unit.test_sglang import configured, model
 
 __all__ = ["model"]  # pytest finds the fixture by its name
@@ -346,6 +346,30 @@ def test_an_answer_that_is_none_proves_nothing_and_is_no_defect_of_ours(foreign:
     with pytest.raises(TransferError, match="protocol: /v1/models: the answer is not SGLang's"):
         foreign.resident()
     assert "/v1/models: the answer is not SGLang's" in foreign.unload_adapter("one")
+
+
+@pytest.mark.parametrize(
+    ("said", "status"),
+    [
+        ((400, b'{"error": {"message": "too long"}}'), 400),
+        ((413, b""), 400),
+        ((500, b'{"error": {"message": "Out of memory even after retracting all other requests"}}'), 400),
+        ((401, b""), 503),
+        ((502, b"<html>Bad Gateway</html>"), 503),
+        ((503, b'{"error": {"message": "The request queue is full."}}'), 503),
+        ((200, b"<html>Sign in</html>"), 503),
+        ((200, b"{}"), 503),
+        ((200, b""), 503),
+    ],
+)
+async def test_what_says_nothing_of_a_prompt_is_not_held_against_it(
+    foreign: SGLangEngine, said: tuple[int, bytes], status: int
+) -> None:
+    Foreign.said = said
+    with pytest.raises(Rejected) as found:
+        await foreign.answer(Prompt(ids=(1,), max_tokens=1))
+    assert found.value.status == status
+    await foreign.disconnect()
 
 
 def test_sums_of_another_shape_prove_nothing(foreign: SGLangEngine) -> None:

@@ -39,6 +39,8 @@ SUMS_S = 300.0
 MEMORY_S = 300.0
 IDLE_S = 60.0
 TELL_S = 5.0
+NOT_NOW = (401, 403, 404, 408, 429, 502, 503, 504)
+"""By what a server, or whatever stands before it, says nothing of the prompt: elsewhere, or later, it may do."""
 KNOWN = 8
 """Versions of which the expected sums are remembered: the head and what comes next, and a few to go back to."""
 
@@ -195,6 +197,10 @@ class SGLangEngine(ContinuousBackend):
         rid = uuid.uuid4().hex
         try:
             return await self._asked(prompt, rid)
+        except Rejected as error:
+            if error.status == 503:
+                log.info("%s; whoever asked may ask again", error)
+            raise
         except asyncio.CancelledError:
             self._tell("abort_request", requests.abort_request(rid))
             raise
@@ -209,7 +215,7 @@ class SGLangEngine(ContinuousBackend):
         if reply.status != 200:
             text = words(said.decode(errors="replace"))
             refused = NotHeld if any(each in text for each in requests.NO_ADAPTER) else Rejected
-            raise refused(f"SGLang answered {reply.status}: {text}")
+            raise refused(f"SGLang answered {reply.status}: {text}", 503 if reply.status in NOT_NOW else 400)
         return _answer(prompt, said)
 
     def _http(self) -> aiohttp.ClientSession:
@@ -267,7 +273,7 @@ def _answer(prompt: Prompt, said: bytes) -> Answer:
     try:
         return _read(prompt, msgspec.json.decode(said))
     except msgspec.DecodeError as error:
-        raise Rejected(f"SGLang's answer is not one: {error}") from error
+        raise Rejected(f"SGLang's answer is not one: {error}", 503) from error
 
 
 def _read(prompt: Prompt, said: Any) -> Answer:
@@ -279,7 +285,7 @@ def _read(prompt: Prompt, said: Any) -> Answer:
         versions = tuple((str(span["version"]), span["end"] - span["start"]) for span in meta["weight_versions"])
         reason = _reason(ids, meta["finish_reason"])
     except (KeyError, TypeError, ValueError) as error:
-        raise Rejected(f"SGLang's answer is not one: {error!r}") from error
+        raise Rejected(f"SGLang's answer is not one: {error!r}", 503) from error
     if tuple(token for _, token in logprobs) != ids or not all(math.isfinite(logprob) for logprob, _ in logprobs):
         raise Rejected("SGLang's answer is not one: its logprobs are not those of its tokens")
     given = tuple(logprob if prompt.temperature else 0.0 for logprob, _ in logprobs)

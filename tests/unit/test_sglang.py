@@ -28,6 +28,7 @@ from consumers.reef_engine.sglang.launch import (
 from consumers.reef_engine.sglang.limits import Limits
 from consumers.reef_engine.sglang.moves import sender
 from consumers.reef_engine.sglang.room import Room, place
+from consumers.reef_engine.sglang.start import KEY, _key
 from consumers.reef_engine.sglang.sums import Sums, flaw
 from reef_bus.backends import Piece
 from reef_bus.config import OPTIONS, Inference, build
@@ -74,6 +75,19 @@ def test_an_option_that_another_key_stands_for_is_refused_with_that_key(model: P
             "inference.urls names 'engine-7'; inference.engines are engine-0, engine-1",
         ),
         ({"urls": {"engine-0": "http://x"}, "update": "disk"}, "inference.update disk"),
+        *(
+            ({"urls": {"engine-0": url}}, r"inference.urls has '.*' for engine-0; expected http://host:port")
+            for url in (
+                "",
+                "localhost/x",
+                "host:30000",
+                "http://",
+                "http://[::1",
+                "http://x:y",
+                "http://x:1 ",
+                "http://ö",
+            )
+        ),
         ({"urls": {"engine-0": "http://x", "engine-1": "http://x/"}}, "inference.urls names one server twice"),
         ({"urls": {"engine-0": "http://x"}}, "inference.host is '127.0.0.1', where http://x would look"),
         ({"options": {"tensor-par": 2}}, "names 'tensor-par': set inference.tensor-parallel-size instead"),
@@ -134,6 +148,21 @@ def test_batches_of_a_borrowed_server_may_overlap_where_an_answer_is_of_one_vers
 def test_a_borrowed_server_takes_adapters_as_configured(model: Path, said: dict[str, Any], found: str) -> None:
     answer = _wrong({**AS_CONFIGURED, **TAKES, **said}, configured(model), TWO, spans=True)
     assert answer.startswith(found) and bool(answer) == bool(found)
+
+
+@pytest.mark.parametrize(
+    ("given", "key"), [("", ""), ("abc", "abc"), ("abc\n", "abc"), ("a\nb", None), ("schlüssel", None)]
+)
+def test_the_key_of_a_borrowed_server_is_one_that_a_header_takes(
+    monkeypatch: pytest.MonkeyPatch, given: str, key: str | None
+) -> None:
+    monkeypatch.setenv(KEY, given)
+    if key is not None:
+        assert _key() == key
+    else:
+        with pytest.raises(Rejected, match=r"^SGLANG_API_KEY has characters that no key has") as found:
+            _key()
+        assert given not in str(found.value)
 
 
 @pytest.mark.parametrize("name", [*AS_CONFIGURED, *TAKES])

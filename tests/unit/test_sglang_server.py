@@ -19,7 +19,7 @@ import msgspec
 import psutil
 import pytest
 
-from consumers.reef_engine.sglang import launch
+from consumers.reef_engine.sglang import borrowed, launch
 from consumers.reef_engine.sglang.adapters import Held
 from consumers.reef_engine.sglang.backend import SGLangEngine, _read
 from consumers.reef_engine.sglang.client import Client, words
@@ -29,6 +29,7 @@ from consumers.reef_engine.sglang.sums import Oracle, Sums
 from reef_bus.backends import Prompt
 from reef_bus.config import build
 from reef_bus.errors import Rejected, TransferError, Unavailable
+from reef_bus.sections import Adapters
 from tests.unit.test_sglang import configured, model
 
 __all__ = ["model"]  # pytest finds the fixture by its name
@@ -333,6 +334,24 @@ def foreign(model: Path, tmp_path: Path) -> Iterator[SGLangEngine]:
     yield engine
     server.shutdown()
     server.server_close()
+
+
+async def test_who_waits_for_a_borrowed_server_hears_why(
+    foreign: SGLangEngine, model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A wrong key, say, which no time mends."""
+    monkeypatch.setattr(borrowed, "SAY_S", 0.1)
+    caplog.set_level("INFO")
+    Foreign.said = 401, b'{"error": "Unauthorized"}'
+    waits = configured(model, **{"start-s": 0.6})
+    with pytest.raises(
+        Unavailable, match=r"no SGLang generates at .*\(waited 0\.6 s\): refused: /model_info: 401 Unauth"
+    ):
+        await borrowed.ready(foreign.client, waits, Adapters(), spans=False)
+    assert any("/model_info: 401 Unauthorized" in each.getMessage() for each in caplog.records)
+    Foreign.said = 200, b"<html>Sign in</html>"
+    with pytest.raises(Rejected, match="is of another version than ours, by its /server_info"):
+        await borrowed.ready(foreign.client, waits, Adapters(), spans=False)
 
 
 OTHER = [b"<html>Sign in</html>", b"", b"{}", b"[]", b"null", b'{"weight_version": 1, "data": [1], "ranks": {}}']

@@ -158,7 +158,7 @@ class Process:
     async def ready(self, client: Client, limit_s: float) -> None:
         """Wait until it generates. Raises Unavailable with the end of its log when it ends, or takes longer."""
         began = said = time.monotonic()
-        while not await blocking(healthy, client):
+        while await blocking(unhealthy, client):
             now = time.monotonic()
             if (status := exit_status(self.process)) is not None:
                 raise Unavailable(f"SGLang ended with status {status}:{self.last_words()}")
@@ -191,13 +191,13 @@ class Process:
         self.process.wait()
 
 
-def healthy(client: Client) -> bool:
-    """Whether it generates, if it is not paused: one that is may say either."""
+def unhealthy(client: Client) -> str:
+    """Why it does not generate, if it is not paused: one that is may say either."""
     try:
         client.get("health", timeout_s=5.0)
-    except (TransferError, Unavailable):
-        return False
-    return True
+    except (TransferError, Unavailable) as error:
+        return str(error)
+    return ""
 
 
 async def silent(client: Client, route: str, look_s: float = LOOK_S, silent_s: float = SILENT_S) -> str:

@@ -427,6 +427,14 @@ def test_a_room_is_its_owners_alone(model: Path, tmp_path: Path, monkeypatch: py
         Room(model, folder)
 
 
+@pytest.mark.parametrize("said", [b'"\xff"', b"1e999"])
+def test_a_configuration_that_is_damaged_where_nobody_looked_is_named(model: Path, tmp_path: Path, said: bytes) -> None:
+    (model / "config.json").write_bytes(b'{"vocab_size": 9, "max_position_embeddings": 99, "other": %s}' % said)
+    assert Limits.of(model).vocab_size == 9
+    with pytest.raises(Rejected, match=r"config\.json cannot be read: "):
+        Room(model, tmp_path / "room")
+
+
 def test_weights_of_the_model_folder_are_not_copied(model: Path, tmp_path: Path) -> None:
     """They are not read: a version comes from the artifact store."""
     for name in ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "a.pth", "tokenizer.json"):

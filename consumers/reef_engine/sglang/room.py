@@ -170,6 +170,8 @@ def _reading(model: Path) -> Iterator[None]:
         raise Rejected(
             f"{model} (inference.model-path) cannot be read: {error}; put it back, or let this user read all of it"
         ) from error
+    except msgspec.MsgspecError as error:
+        raise Rejected(f"{model / CONFIG} cannot be read: {error}") from error
 
 
 def _without_ends(config: bytes) -> bytes:

@@ -443,6 +443,11 @@ def test_weights_of_the_model_folder_are_not_copied(model: Path, tmp_path: Path)
     assert {file.name for file in room.folder.iterdir()} == {"config.json", "tokenizer.json", "tmp"}
 
 
+def test_a_model_folder_is_not_taken_for_an_adapters(model: Path, tmp_path: Path) -> None:
+    (model / "adapter_config.json").write_bytes(b'{"peft_type": "LORA", "base_model_name_or_path": "elsewhere"}')
+    assert {file.name for file in Room(model, tmp_path / "room").folder.iterdir()} == {"config.json", "tmp"}
+
+
 def test_they_are_there_while_a_server_starts_that_needs_some(model: Path, tmp_path: Path) -> None:
     names = ("model.safetensors.index.json", "model-1.safetensors", "model.safetensors", "a.bin", "b.pt")
     for name in (*names, "consolidated.safetensors", "training_args.bin", "c.onnx"):

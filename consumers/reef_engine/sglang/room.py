@@ -20,17 +20,18 @@ from typing import Any
 
 import msgspec
 
+from reef_bus import peft_folder
 from reef_bus.backends import Layout, Piece, Pieces
 from reef_bus.errors import Rejected, TransferError, Unavailable
 from reef_bus.events import Lora
-from reef_bus.peft_folder import write_peft_folder
 from reef_bus.safetensors_file import laid_out
 
 WEIGHTS = "model.safetensors"
 READ = (".safetensors", ".bin", ".pt")
 """What of a folder SGLang 0.5.23 reads by itself, but for what is laid out otherwise (`consolidated`)."""
 WEIGHTS_OF_OTHERS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx")
-CONFIG, GENERATION = "config.json", "generation_config.json"
+CONFIG, GENERATION, OF_ADAPTER = "config.json", "generation_config.json", peft_folder.CONFIG
+"""The last, left behind by a merge, say, makes transformers take the whole folder for an adapter's."""
 SHARED = Path("/dev/shm")
 ADAPTERS = "adapters"
 NAMED = 32
@@ -57,7 +58,7 @@ class Room:
         self.scratch.mkdir(mode=0o700)
         for file in model.iterdir():
             weights = file.suffix in WEIGHTS_OF_OTHERS or "index" in file.name
-            if file.is_file() and not weights and file.name not in (CONFIG, GENERATION):
+            if file.is_file() and not weights and file.name not in (CONFIG, GENERATION, OF_ADAPTER):
                 shutil.copy2(file, self.folder / file.name)
         (self.folder / CONFIG).write_bytes(_without_ends((model / CONFIG).read_bytes()))
 
@@ -117,7 +118,7 @@ class Room:
     def keep(self, name: str, tensors: Pieces, lora: Lora) -> None:
         """Its files are never changed: a server that has loaded them may have mapped them. Raises Rejected for tensors
         that are no such adapter, Unavailable where there is no room."""
-        write_peft_folder(self.adapter(name), tensors, lora, str(self.folder))
+        peft_folder.write_peft_folder(self.adapter(name), tensors, lora, str(self.folder))
 
     def drop(self, name: str) -> None:
         """At once for whoever looks for it, if it is here. Raises OSError."""

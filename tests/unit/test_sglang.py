@@ -26,7 +26,7 @@ from consumers.reef_engine.sglang.launch import (
     server_flags,
 )
 from consumers.reef_engine.sglang.limits import Limits
-from consumers.reef_engine.sglang.moves import sender
+from consumers.reef_engine.sglang.moves import _Group, sender
 from consumers.reef_engine.sglang.room import Room, place
 from consumers.reef_engine.sglang.start import KEY, _key
 from consumers.reef_engine.sglang.sums import Sums, flaw
@@ -288,6 +288,24 @@ def test_what_is_broadcast_comes_from_a_gpu_that_is_none_of_the_servers_or_from_
     device: str, ranks: int, options: dict[str, str | int], gpus: int, found: tuple[str, str]
 ) -> None:
     assert sender(device, ranks, options, gpus) == found
+
+
+class Restarted:
+    """A server that has no group any more."""
+
+    def post(self, route: str, *_: Any) -> Any:
+        if route == "destroy_weights_update_group":
+            raise TransferError("refused", "The group to be destroyed does not exist.")
+
+
+def test_a_group_that_the_server_has_left_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    left: list[Any] = []
+    monkeypatch.setattr("torch.distributed.destroy_process_group", left.append)
+    monkeypatch.setattr(_Group, "_join", lambda group, port: setattr(group, "_group", group.name))
+    group = _Group(Restarted(), 1, ("cpu", "gloo"), "127.0.0.1")  # type: ignore[arg-type]
+    with pytest.raises(TransferError, match="does not exist"), group:
+        pass
+    assert left == [group.name]
 
 
 class Mute:

@@ -95,20 +95,22 @@ class Lively(http.server.BaseHTTPRequestHandler):
     """Answers after a while, as long as it lives."""
 
     lives: ClassVar[bool]
+    page: ClassVar[bool]
     looks: ClassVar[int]
 
     def do_GET(self) -> None:
         type(self).looks += 1
         time.sleep(0.15)
-        self.send_response(200 if self.lives else 503)
+        self.send_response(200 if self.lives or self.page else 503)
         self.end_headers()
+        self.wfile.write(b"{}" if self.lives else b"<html>Sign in</html>")
 
     def log_message(self, *_: Any) -> None: ...
 
 
 @pytest.fixture
 def lively() -> Iterator[Client]:
-    Lively.lives, Lively.looks = True, 0
+    Lively.lives, Lively.page, Lively.looks = True, False, 0
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Lively)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     yield Client(f"http://127.0.0.1:{server.server_port}", "")
@@ -116,12 +118,15 @@ def lively() -> Iterator[Client]:
     server.server_close()
 
 
-async def test_a_server_that_gives_no_sign_of_life_is_given_up_after_a_while(lively: Client) -> None:
+@pytest.mark.parametrize("page", [False, True], ids=["503", "a proxy's page instead"])
+async def test_a_server_that_gives_no_sign_of_life_is_given_up_after_a_while(lively: Client, page: bool) -> None:
+    Lively.page = page
     watching = asyncio.create_task(silent(lively, "server_info", 0.01, 2.0))
     await asyncio.sleep(3.0)
     assert not watching.done() and Lively.looks > 3
     Lively.lives, began = False, time.monotonic()
-    assert await watching == f"the server at {lively.url} has given no sign of life for 2 s"
+    async with asyncio.timeout(20):
+        assert await watching == f"the server at {lively.url} has given no sign of life for 2 s"
     assert time.monotonic() - began > 1.5
 
 
@@ -308,10 +313,14 @@ class Foreign(http.server.BaseHTTPRequestHandler):
 
     said: ClassVar[tuple[int, bytes]]
 
+    paths: ClassVar[list[str]]
+
     def do_GET(self) -> None:
+        self.paths.append(self.path)
         status, body = self.said
         self.rfile.read(int(self.headers["Content-Length"] or 0))
         self.send_response(status)
+        self.send_header("Location", "/elsewhere")
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)
@@ -323,6 +332,7 @@ class Foreign(http.server.BaseHTTPRequestHandler):
 
 @pytest.fixture
 def foreign(model: Path, tmp_path: Path) -> Iterator[SGLangEngine]:
+    Foreign.paths = []
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Foreign)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     room, nobody = Room(model, tmp_path / "room"), Oracle([], 0, 0, {}, tmp_path / "log")
@@ -373,6 +383,7 @@ def test_an_answer_that_is_none_proves_nothing_and_is_no_defect_of_ours(foreign:
         ((400, b'{"error": {"message": "too long"}}'), 400),
         ((413, b""), 400),
         ((500, b'{"error": {"message": "Out of memory even after retracting all other requests"}}'), 400),
+        ((302, b""), 503),
         ((401, b""), 503),
         ((502, b"<html>Bad Gateway</html>"), 503),
         ((503, b'{"error": {"message": "The request queue is full."}}'), 503),
@@ -387,8 +398,18 @@ async def test_what_says_nothing_of_a_prompt_is_not_held_against_it(
     Foreign.said = said
     with pytest.raises(Rejected) as found:
         await foreign.answer(Prompt(ids=(1,), max_tokens=1))
-    assert found.value.status == status
+    assert found.value.status == status and Foreign.paths == ["/generate"]
     await foreign.disconnect()
+
+
+@pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
+def test_nobody_is_asked_in_the_servers_place_or_given_its_key(foreign: SGLangEngine, status: int) -> None:
+    Foreign.said = status, b""
+    with pytest.raises(TransferError, match=f"refused: /model_info: {status}"):
+        foreign.client.get("model_info")
+    with pytest.raises(TransferError, match=f"refused: /flush_cache: {status}"):
+        foreign.client.post("flush_cache", {})
+    assert Foreign.paths == ["/model_info", "/flush_cache"]
 
 
 def test_sums_of_another_shape_prove_nothing(foreign: SGLangEngine) -> None:

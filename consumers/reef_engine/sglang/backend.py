@@ -39,7 +39,7 @@ SUMS_S = 300.0
 MEMORY_S = 300.0
 IDLE_S = 60.0
 TELL_S = 5.0
-NOT_NOW = (401, 403, 404, 408, 429, 502, 503, 504)
+NOT_NOW = (301, 302, 303, 307, 308, 401, 403, 404, 408, 429, 502, 503, 504)
 """By what a server, or whatever stands before it, says nothing of the prompt: elsewhere, or later, it may do."""
 KNOWN = 8
 """Versions of which the expected sums are remembered: the head and what comes next, and a few to go back to."""
@@ -208,7 +208,8 @@ class SGLangEngine(ContinuousBackend):
     async def _asked(self, prompt: Prompt, rid: str) -> Answer:
         url = f"{self.client.url}/generate"
         try:
-            async with self._http().post(url, json=_body(prompt, rid), headers=self.client.headers) as reply:
+            asked = self._http().post(url, json=_body(prompt, rid), headers=self.client.headers, allow_redirects=False)
+            async with asked as reply:
                 said = await reply.read()
         except (aiohttp.ClientError, OSError) as error:
             raise Unavailable(f"SGLang does not answer: {error!r}") from error

@@ -314,13 +314,14 @@ class Foreign(http.server.BaseHTTPRequestHandler):
     said: ClassVar[tuple[int, bytes]]
 
     paths: ClassVar[list[str]]
+    elsewhere: ClassVar[str]
 
     def do_GET(self) -> None:
         self.paths.append(self.path)
         status, body = self.said
         self.rfile.read(int(self.headers["Content-Length"] or 0))
         self.send_response(status)
-        self.send_header("Location", "/elsewhere")
+        self.send_header("Location", self.elsewhere)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)
@@ -332,7 +333,7 @@ class Foreign(http.server.BaseHTTPRequestHandler):
 
 @pytest.fixture
 def foreign(model: Path, tmp_path: Path) -> Iterator[SGLangEngine]:
-    Foreign.paths = []
+    Foreign.paths, Foreign.elsewhere = [], "/elsewhere"
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Foreign)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     room, nobody = Room(model, tmp_path / "room"), Oracle([], 0, 0, {}, tmp_path / "log")
@@ -402,9 +403,12 @@ async def test_what_says_nothing_of_a_prompt_is_not_held_against_it(
     await foreign.disconnect()
 
 
+@pytest.mark.parametrize("elsewhere", ["/elsewhere", "http://["])
 @pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
-def test_nobody_is_asked_in_the_servers_place_or_given_its_key(foreign: SGLangEngine, status: int) -> None:
-    Foreign.said = status, b""
+def test_nobody_is_asked_in_the_servers_place_or_given_its_key(
+    foreign: SGLangEngine, status: int, elsewhere: str
+) -> None:
+    Foreign.said, Foreign.elsewhere = (status, b""), elsewhere
     with pytest.raises(TransferError, match=f"refused: /model_info: {status}"):
         foreign.client.get("model_info")
     with pytest.raises(TransferError, match=f"refused: /flush_cache: {status}"):

@@ -19,14 +19,17 @@ T = TypeVar("T")
 CALL_S = 60.0
 """For one control call: those that move or read weights bring their own."""
 
-
-class _Stays(urllib.request.HTTPRedirectHandler):
-    def redirect_request(self, *_: Any) -> None:
-        """Nobody else is given the key, or answers in the server's place."""
-
-
-_direct = urllib.request.build_opener(urllib.request.ProxyHandler({}), _Stays)
-"""A proxy that the environment names would be asked for 127.0.0.1, and be given the key."""
+_direct = urllib.request.OpenerDirector()
+for _handler in (
+    urllib.request.HTTPHandler,
+    urllib.request.HTTPSHandler,
+    urllib.request.HTTPErrorProcessor,
+    urllib.request.HTTPDefaultErrorHandler,
+    urllib.request.UnknownHandler,
+):
+    _direct.add_handler(_handler())
+"""Nobody else is given the key, or answers in the server's place: a proxy that the environment names would be asked for
+127.0.0.1, and a redirect would be followed."""
 
 
 class Client:

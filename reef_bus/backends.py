@@ -278,7 +278,8 @@ class ContinuousBackend(InferenceBackend):
     @abstractmethod
     async def answer(self, prompt: Prompt) -> Answer:
         """One completion. Cancelled, the engine is rid of the prompt. Raises Rejected for one that it cannot serve, or
-        does not answer as it should, NotHeld as `generate`, and Unavailable when the engine cannot be reached."""
+        does not answer as it should (with status 503, where that says nothing of the prompt), NotHeld as `generate`,
+        and Unavailable when the engine cannot be reached."""
 
     @abstractmethod
     async def abort(self) -> None:

@@ -327,6 +327,9 @@ def _check_engines(inference: Inference) -> None:
         raise Rejected(f"inference.start-s is {inference.start_s:g}; expected seconds")
     if unknown := [engine for engine in inference.urls if engine not in inference.engines]:
         raise Rejected(f"inference.urls names {unknown[0]!r}; inference.engines are {', '.join(inference.engines)}")
+    for engine, url in inference.urls.items():
+        if not _is_address(url):
+            raise Rejected(f"inference.urls has {url!r} for {engine}; expected http://host:port")
     if len({url.rstrip("/") for url in inference.urls.values()}) < len(inference.urls):
         raise Rejected("inference.urls names one server twice: each engine would load over the other")
     if inference.urls and inference.update == "disk":
@@ -340,6 +343,15 @@ def _check_engines(inference: Inference) -> None:
     for name in inference.options:
         if stands := _stands_for(name.replace("_", "-").removeprefix("--")):
             raise Rejected(f"inference.options names {name!r}: set {stands} instead")
+
+
+def _is_address(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        _ = parts.port  # raises for what is none
+    except ValueError:
+        return False
+    return parts.scheme in ("http", "https") and bool(parts.hostname) and url.isascii() and " " not in url
 
 
 def _stands_for(option: str) -> str:

@@ -101,7 +101,7 @@ class Adapters:
     async def load(self, effect: LoadAdapter, world: World) -> Event:
         """First of all, be rid of what an earlier load left that was given up before anybody could say so."""
         known = self._known(world)
-        self.lost &= known  # what the log was told is gone need not be remembered
+        self.lost, self._loads = self.lost & known, self._loads & known  # what the log was told is gone is forgotten
         for name in self._strays(effect, known, await self._listed()):
             if why := await blocking(self._unload, name):
                 return AdapterLeaked(engine=self.engine, adapter=name, detail=why)

@@ -51,13 +51,16 @@ class Endpoint(ABC):
         return web.json_response({"boot": self.agent.me.boot, "serving": self.agent.serving()})
 
     async def generate(self, request: web.Request) -> web.Response:
-        """409 for another boot's request, 400 for one that cannot be read, 503 when too many wait or it ends."""
+        """409 for another boot's request, 400 for one that cannot be read or answered, 503 when too many wait, it ends,
+        or its engine cannot now."""
         if request.headers.get(BOOT_HEADER) != self.agent.me.boot:
             return web.json_response({"error": f"this is boot {self.agent.me.boot}"}, status=409)
         try:
             generated = await self.ask(msgspec.json.decode(await request.read(), type=Prompt))
-        except (msgspec.DecodeError, Rejected) as error:
+        except msgspec.DecodeError as error:
             return web.json_response({"error": str(error)}, status=400)
+        except Rejected as error:
+            return web.json_response({"error": str(error)}, status=error.status)
         except Unavailable as error:
             return web.json_response({"error": str(error)}, status=503)
         return web.Response(body=msgspec.json.encode(generated), content_type="application/json")

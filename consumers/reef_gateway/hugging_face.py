@@ -7,6 +7,7 @@ Needs the extra `chat`. tests/sglang holds it against transformers' apply_chat_t
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from os.path import lexists
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -122,9 +123,10 @@ def read(folder: Path) -> HuggingFace:
 
 
 def _read(path: Path, kind: type[T]) -> T:
-    """What is not there says nothing: then what must be said is missing."""
+    """What is not there says nothing: then what must be said is missing. A link that leads nowhere is not that: what it
+    led to would have said something."""
     try:
-        return msgspec.json.decode(path.read_bytes() if path.is_file() else b"{}", type=kind)
+        return msgspec.json.decode(path.read_bytes() if lexists(path) else b"{}", type=kind)
     except (OSError, msgspec.MsgspecError) as error:
         raise Rejected(f"{path} is missing, or not what a model folder has there: {error}") from error
 
@@ -153,8 +155,8 @@ def _tokenizer(path: Path, said: TokenizerConfig) -> Tokenizer:
 
 def _templates(folder: Path, said: TokenizerConfig) -> dict[str, Template]:
     """By name. Files go before what tokenizer_config.json has, as with transformers."""
-    files = [*folder.glob("additional_chat_templates/*.jinja"), *folder.glob("chat_template.jinja")]
-    found = {path.stem: path.read_text("utf-8") for path in files}
+    files = [*folder.glob("additional_chat_templates/*.jinja"), *filter(lexists, [folder / "chat_template.jinja"])]
+    found = {path.stem: _text(path) for path in files}
     found |= {"default": found.pop("chat_template")} if "chat_template" in found else {}
     if not found:
         written = said.chat_template or []
@@ -165,6 +167,13 @@ def _templates(folder: Path, said: TokenizerConfig) -> dict[str, Template]:
             "not made for chats has none of its own"
         )
     return {name: compiled(text, f"{folder}, {name}") for name, text in found.items()}
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise Rejected(f"{path} cannot be read: {error}; a chat template is a file in UTF-8") from error
 
 
 def _message(message: Message) -> dict[str, Any]:

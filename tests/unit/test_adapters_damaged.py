@@ -105,6 +105,12 @@ def test_each_time_that_it_cannot_be_loaded_all_the_same_it_is_looked_for_twice_
     assert failing(given(*story).then()) == {MATH: (L(1), 4)}
 
 
+@pytest.mark.parametrize(("times", "first_s"), [(13, 1228.8), (14, 2457.6), (15, 2457.6), (1100, 2457.6)])
+def test_however_often_that_was_it_is_looked_for_again_within_the_hour(times: int, first_s: float) -> None:
+    story = [*AGAIN, *BACK, *(by("e1.2", adapter_damaged("e1", MATH, 1)) for _ in range(times))]
+    assert owes(*story, mended=(SAID,)) == [awaited(len(story), first_s)]
+
+
 def test_a_head_for_which_there_is_no_room_is_not_looked_for() -> None:
     small = (by("e1.2", joined_with("e1", 1)), by("e1.2", holds("e1", 0, "base")))
     assert owes(*FROZEN, *TWO, *small, by("e1.2", adapter_caught_up("e1", MATH, 1, "m1"))) == []

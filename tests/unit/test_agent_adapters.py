@@ -267,6 +267,10 @@ async def test_what_the_log_knows_to_be_gone_is_remembered_no_longer(tmp_path: P
     beside.agent.adapters.lost = frozenset({name(MATH, 1), name(CODE, 7)})
     await beside.does(beside.effect(n=2))
     assert beside.agent.adapters.lost == {name(MATH, 1)}
+    for n in (7, 8, 9):
+        await beside.does(beside.effect(n=n))
+    await beside.agent.adapters.look(beside.agent.world)
+    assert beside.agent.adapters.lost == {name(MATH, 1)}, "it was not loaded by this boot; the others are gone"
 
 
 async def test_in_doubt_nobody_is_answered_with_an_adapter_until_it_was_looked_which_are_there(tmp_path: Path) -> None:

@@ -182,6 +182,13 @@ def test_a_real_model_without_its_tokenizer_is_not_taken_for_the_demos(tmp_path:
         (lambda folder: (folder / "config.json").unlink(), "config.json.*max_position_embeddings"),
         (lambda folder: write_chat_folder(folder, added_tokens_decoder={"9": {"content": "<x>"}}), "says 9"),
         (lambda folder: write_chat_folder(folder, "{% for %}"), "cannot be read"),
+        (lambda folder: (folder / "chat_template.jinja").symlink_to("nowhere"), "chat_template.jinja cannot be read"),
+        (lambda folder: (folder / "chat_template.jinja").mkdir(), "chat_template.jinja cannot be read"),
+        (
+            lambda folder: (folder / "chat_template.jinja").write_bytes(b"\xfc"),
+            "chat_template.jinja cannot be read.*UTF-8",
+        ),
+        (lambda folder: (folder / "generation_config.json").symlink_to("nowhere"), "generation_config.json is missing"),
     ],
 )
 def test_a_folder_that_cannot_be_used_is_refused_at_the_start(

@@ -19,6 +19,7 @@ from aiohttp import web
 from consumers.reef_engine import endpoint as endpoint_module
 from consumers.reef_engine.server import Server
 from reef_bus.backends import BOOT_HEADER, Generated, Prompt
+from reef_bus.errors import Rejected
 from reef_bus.http import listen
 from tests.facts import E0, E1, SERVING, target, trained
 from tests.loop import until
@@ -126,6 +127,14 @@ async def test_a_prompt_that_is_refused_spoils_nobody_elses_answer(running: Runn
     await until(lambda: running.server.queue.qsize() == 2)
     see(running.server.agent, *SERVING)
     assert [(await each)[0] for each in asked] == [200, 400, 200]
+
+
+async def test_what_the_engine_cannot_do_now_is_asked_again_and_no_mistake_of_whoever_asked(
+    running: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    see(running.server.agent, *SERVING)
+    monkeypatch.setattr(Floats, "generate", lambda *_: (_ for _ in ()).throw(Rejected("the queue is full", 503)))
+    assert await running.ask() == (503, b'{"error": "the queue is full"}')
 
 
 async def test_nothing_is_generated_for_who_has_gone(running: Running) -> None:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ import msgspec
 import pytest
 import safetensors.numpy
 
-from consumers.reef_engine.sglang.adapters import Held, incomplete, layouts
+from consumers.reef_engine.sglang.adapters import Held, _furthest, incomplete, layouts
 from consumers.reef_engine.sglang.borrowed import _wrong
 from consumers.reef_engine.sglang.launch import (
     SHIMS,
@@ -24,8 +26,9 @@ from consumers.reef_engine.sglang.launch import (
     server_flags,
 )
 from consumers.reef_engine.sglang.limits import Limits
-from consumers.reef_engine.sglang.moves import sender
+from consumers.reef_engine.sglang.moves import _Group, sender
 from consumers.reef_engine.sglang.room import Room, place
+from consumers.reef_engine.sglang.start import KEY, _key
 from consumers.reef_engine.sglang.sums import Sums, flaw
 from reef_bus.backends import Piece
 from reef_bus.config import OPTIONS, Inference, build
@@ -72,6 +75,19 @@ def test_an_option_that_another_key_stands_for_is_refused_with_that_key(model: P
             "inference.urls names 'engine-7'; inference.engines are engine-0, engine-1",
         ),
         ({"urls": {"engine-0": "http://x"}, "update": "disk"}, "inference.update disk"),
+        *(
+            ({"urls": {"engine-0": url}}, r"inference.urls has '.*' for engine-0; expected http://host:port")
+            for url in (
+                "",
+                "localhost/x",
+                "host:30000",
+                "http://",
+                "http://[::1",
+                "http://x:y",
+                "http://x:1 ",
+                "http://ö",
+            )
+        ),
         ({"urls": {"engine-0": "http://x", "engine-1": "http://x/"}}, "inference.urls names one server twice"),
         ({"urls": {"engine-0": "http://x"}}, "inference.host is '127.0.0.1', where http://x would look"),
         ({"options": {"tensor-par": 2}}, "names 'tensor-par': set inference.tensor-parallel-size instead"),
@@ -132,6 +148,21 @@ def test_batches_of_a_borrowed_server_may_overlap_where_an_answer_is_of_one_vers
 def test_a_borrowed_server_takes_adapters_as_configured(model: Path, said: dict[str, Any], found: str) -> None:
     answer = _wrong({**AS_CONFIGURED, **TAKES, **said}, configured(model), TWO, spans=True)
     assert answer.startswith(found) and bool(answer) == bool(found)
+
+
+@pytest.mark.parametrize(
+    ("given", "key"), [("", ""), ("abc", "abc"), ("abc\n", "abc"), ("a\nb", None), ("schlüssel", None)]
+)
+def test_the_key_of_a_borrowed_server_is_one_that_a_header_takes(
+    monkeypatch: pytest.MonkeyPatch, given: str, key: str | None
+) -> None:
+    monkeypatch.setenv(KEY, given)
+    if key is not None:
+        assert _key() == key
+    else:
+        with pytest.raises(Rejected, match=r"^SGLANG_API_KEY has characters that no key has") as found:
+            _key()
+        assert given not in str(found.value)
 
 
 @pytest.mark.parametrize("name", [*AS_CONFIGURED, *TAKES])
@@ -259,6 +290,24 @@ def test_what_is_broadcast_comes_from_a_gpu_that_is_none_of_the_servers_or_from_
     assert sender(device, ranks, options, gpus) == found
 
 
+class Restarted:
+    """A server that has no group any more."""
+
+    def post(self, route: str, *_: Any) -> Any:
+        if route == "destroy_weights_update_group":
+            raise TransferError("refused", "The group to be destroyed does not exist.")
+
+
+def test_a_group_that_the_server_has_left_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    left: list[Any] = []
+    monkeypatch.setattr("torch.distributed.destroy_process_group", left.append)
+    monkeypatch.setattr(_Group, "_join", lambda group, port: setattr(group, "_group", group.name))
+    group = _Group(Restarted(), 1, ("cpu", "gloo"), "127.0.0.1")  # type: ignore[arg-type]
+    with pytest.raises(TransferError, match="does not exist"), group:
+        pass
+    assert left == [group.name]
+
+
 class Mute:
     """A server that holds nothing, and must not be sent anything."""
 
@@ -350,6 +399,15 @@ def test_a_folder_that_cannot_be_taken_away_is_a_leak_and_the_server_is_told_to_
     assert [route for route, _ in refusing.asked] == ["unload_lora_adapter", "generate"]
 
 
+@pytest.mark.parametrize("place", range(3))
+@pytest.mark.parametrize("off", [0.2, -0.2, math.nan, math.inf])
+def test_one_logprob_that_is_something_else_is_found_wherever_it_is(place: int, off: float) -> None:
+    expected = [-1.0, -2.0, -3.0]
+    found = [each + off if number == place else each for number, each in enumerate(expected)]
+    assert f"logprob {place + 1} of the probe" in _furthest(found, expected, 0.1)
+    assert _furthest([-1.05, -2.0, -3.0], expected, 0.1) == ""
+
+
 # -- the room
 
 
@@ -387,12 +445,25 @@ def test_a_room_is_its_owners_alone(model: Path, tmp_path: Path, monkeypatch: py
         Room(model, folder)
 
 
+@pytest.mark.parametrize("said", [b'"\xff"', b"1e999"])
+def test_a_configuration_that_is_damaged_where_nobody_looked_is_named(model: Path, tmp_path: Path, said: bytes) -> None:
+    (model / "config.json").write_bytes(b'{"vocab_size": 9, "max_position_embeddings": 99, "other": %s}' % said)
+    assert Limits.of(model).vocab_size == 9
+    with pytest.raises(Rejected, match=r"config\.json cannot be read: "):
+        Room(model, tmp_path / "room")
+
+
 def test_weights_of_the_model_folder_are_not_copied(model: Path, tmp_path: Path) -> None:
     """They are not read: a version comes from the artifact store."""
     for name in ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "a.pth", "tokenizer.json"):
         (model / name).write_bytes(b"{}")
     room = Room(model, tmp_path / "room")
     assert {file.name for file in room.folder.iterdir()} == {"config.json", "tokenizer.json", "tmp"}
+
+
+def test_a_model_folder_is_not_taken_for_an_adapters(model: Path, tmp_path: Path) -> None:
+    (model / "adapter_config.json").write_bytes(b'{"peft_type": "LORA", "base_model_name_or_path": "elsewhere"}')
+    assert {file.name for file in Room(model, tmp_path / "room").folder.iterdir()} == {"config.json", "tmp"}
 
 
 def test_they_are_there_while_a_server_starts_that_needs_some(model: Path, tmp_path: Path) -> None:
@@ -419,6 +490,30 @@ def test_a_model_folder_without_weights_starts_no_server_that_needs_some(
         pytest.raises(Rejected, match=r"inference\.model-path\) has none that it reads .*; put them there, or choose"),
         Room(model, tmp_path / "room").with_weights(model),
     ):
+        pass
+
+
+def test_a_model_folder_that_cannot_be_read_is_named_with_what_to_do(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may go, or be another user's, when its configuration has been read already."""
+    (model / "a.bin").write_bytes(b"the model's own")
+    room = Room(model, tmp_path / "room")
+    room.close()
+    with pytest.raises(Unavailable, match=r"cannot make .*room"), room.with_weights(model):
+        pass
+    room = Room(model, tmp_path / "room")
+    unread = PermissionError(13, "Permission denied", str(model / "a.bin"))
+    said = r"model \(inference\.model-path\) cannot be read: .*a\.bin.*; put it back, or let this user read all of it"
+    with monkeypatch.context() as closed:
+        closed.setattr(Path, "is_file", lambda *_: (_ for _ in ()).throw(unread))
+        with pytest.raises(Rejected, match=said), room.with_weights(model):
+            pass
+        with pytest.raises(Rejected, match=said):
+            Room(model, tmp_path / "room")
+    room = Room(model, tmp_path / "room")
+    shutil.rmtree(model)
+    with pytest.raises(Rejected, match=r"cannot be read: .*No such file"), room.with_weights(model):
         pass
 
 
@@ -455,6 +550,21 @@ def test_what_cannot_be_removed_is_out_of_the_way_all_the_same(
         room.drop(name)
         assert not room.adapter(name).exists()
     assert room.adapters() == set()
+
+
+@pytest.mark.parametrize("name", ["other", "never"])
+def test_what_could_not_be_removed_is_tried_again_with_the_next_that_goes(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    room = Room(model, tmp_path / "room")
+    for each in ("one", "other", "stays"):
+        room.keep(each, down(2), Lora(2, 4, ("down_proj",)))
+    with monkeypatch.context() as broken:
+        broken.setattr("shutil.rmtree", lambda *_, **__: None)
+        room.drop("one")
+    room.drop(name)
+    left = {each.name for each in (room.folder / "adapters").iterdir()}
+    assert left == {"other", "stays"} - {name}
 
 
 def test_a_socket_fits_into_the_room_of_an_engine_with_the_longest_name(

@@ -19,14 +19,17 @@ import msgspec
 import psutil
 import pytest
 
-from consumers.reef_engine.sglang import launch
+from consumers.reef_engine.sglang import borrowed, launch
+from consumers.reef_engine.sglang.adapters import Held
 from consumers.reef_engine.sglang.backend import SGLangEngine, _read
 from consumers.reef_engine.sglang.client import Client, words
 from consumers.reef_engine.sglang.launch import Process, server_flags, silent
 from consumers.reef_engine.sglang.room import Room
-from consumers.reef_engine.sglang.sums import Oracle
+from consumers.reef_engine.sglang.sums import Oracle, Sums
 from reef_bus.backends import Prompt
-from reef_bus.errors import TransferError, Unavailable
+from reef_bus.config import build
+from reef_bus.errors import Rejected, TransferError, Unavailable
+from reef_bus.sections import Adapters
 from tests.unit.test_sglang import configured, model
 
 __all__ = ["model"]  # pytest finds the fixture by its name
@@ -92,20 +95,22 @@ class Lively(http.server.BaseHTTPRequestHandler):
     """Answers after a while, as long as it lives."""
 
     lives: ClassVar[bool]
+    page: ClassVar[bool]
     looks: ClassVar[int]
 
     def do_GET(self) -> None:
         type(self).looks += 1
         time.sleep(0.15)
-        self.send_response(200 if self.lives else 503)
+        self.send_response(200 if self.lives or self.page else 503)
         self.end_headers()
+        self.wfile.write(b"{}" if self.lives else b"<html>Sign in</html>")
 
     def log_message(self, *_: Any) -> None: ...
 
 
 @pytest.fixture
 def lively() -> Iterator[Client]:
-    Lively.lives, Lively.looks = True, 0
+    Lively.lives, Lively.page, Lively.looks = True, False, 0
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Lively)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     yield Client(f"http://127.0.0.1:{server.server_port}", "")
@@ -113,12 +118,15 @@ def lively() -> Iterator[Client]:
     server.server_close()
 
 
-async def test_a_server_that_gives_no_sign_of_life_is_given_up_after_a_while(lively: Client) -> None:
+@pytest.mark.parametrize("page", [False, True], ids=["503", "a proxy's page instead"])
+async def test_a_server_that_gives_no_sign_of_life_is_given_up_after_a_while(lively: Client, page: bool) -> None:
+    Lively.page = page
     watching = asyncio.create_task(silent(lively, "server_info", 0.01, 2.0))
     await asyncio.sleep(3.0)
     assert not watching.done() and Lively.looks > 3
     Lively.lives, began = False, time.monotonic()
-    assert await watching == f"the server at {lively.url} has given no sign of life for 2 s"
+    async with asyncio.timeout(20):
+        assert await watching == f"the server at {lively.url} has given no sign of life for 2 s"
     assert time.monotonic() - began > 1.5
 
 
@@ -298,6 +306,129 @@ async def test_a_connection_that_the_server_closes_meanwhile_costs_no_answer(mod
         await engine.disconnect()
         await asyncio.to_thread(server.shutdown)
         server.server_close()
+
+
+class Foreign(http.server.BaseHTTPRequestHandler):
+    """What stands between us and a server: `said` to every call."""
+
+    said: ClassVar[tuple[int, bytes]]
+
+    paths: ClassVar[list[str]]
+    elsewhere: ClassVar[str]
+
+    def do_GET(self) -> None:
+        self.paths.append(self.path)
+        status, body = self.said
+        self.rfile.read(int(self.headers["Content-Length"] or 0))
+        self.send_response(status)
+        self.send_header("Location", self.elsewhere)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    do_POST = do_GET
+
+    def log_message(self, *_: Any) -> None: ...
+
+
+@pytest.fixture
+def foreign(model: Path, tmp_path: Path) -> Iterator[SGLangEngine]:
+    Foreign.paths, Foreign.elsewhere = [], "/elsewhere"
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Foreign)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    room, nobody = Room(model, tmp_path / "room"), Oracle([], 0, 0, {}, tmp_path / "log")
+    client = Client(f"http://127.0.0.1:{server.server_port}", "key")
+    config = build("test", {"adapters": {"scenarios": ["a"]}})
+    held = Held(client, room, None, config, "cpu")  # type: ignore[arg-type]
+    engine = SGLangEngine(configured(model), client, room, nobody, "cpu", [].append, held, spans=False)
+    engine._expected["m"] = [Sums(0, "x-64", {"a": "1"})]
+    yield engine
+    server.shutdown()
+    server.server_close()
+
+
+async def test_who_waits_for_a_borrowed_server_hears_why(
+    foreign: SGLangEngine, model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A wrong key, say, which no time mends."""
+    monkeypatch.setattr(borrowed, "SAY_S", 0.1)
+    caplog.set_level("INFO")
+    Foreign.said = 401, b'{"error": "Unauthorized"}'
+    waits = configured(model, **{"start-s": 0.6})
+    with pytest.raises(
+        Unavailable, match=r"no SGLang generates at .*\(waited 0\.6 s\): refused: /model_info: 401 Unauth"
+    ):
+        await borrowed.ready(foreign.client, waits, Adapters(), spans=False)
+    assert any("/model_info: 401 Unauthorized" in each.getMessage() for each in caplog.records)
+    Foreign.said = 200, b"<html>Sign in</html>"
+    with pytest.raises(Rejected, match="is of another version than ours, by its /server_info"):
+        await borrowed.ready(foreign.client, waits, Adapters(), spans=False)
+
+
+OTHER = [b"<html>Sign in</html>", b"", b"{}", b"[]", b"null", b'{"weight_version": 1, "data": [1], "ranks": {}}']
+
+
+@pytest.mark.parametrize("said", OTHER)
+def test_an_answer_that_is_none_proves_nothing_and_is_no_defect_of_ours(foreign: SGLangEngine, said: bytes) -> None:
+    Foreign.said = 200, said
+    with pytest.raises(TransferError, match="protocol: /model_info: the answer is not SGLang's"):
+        foreign.proof("m", "i:1")
+    with pytest.raises(TransferError, match="protocol: /v1/models: the answer is not SGLang's"):
+        foreign.resident()
+    assert "/v1/models: the answer is not SGLang's" in foreign.unload_adapter("one")
+
+
+@pytest.mark.parametrize(
+    ("said", "status"),
+    [
+        ((400, b'{"error": {"message": "too long"}}'), 400),
+        ((413, b""), 400),
+        ((500, b'{"error": {"message": "Out of memory even after retracting all other requests"}}'), 400),
+        ((302, b""), 503),
+        ((401, b""), 503),
+        ((502, b"<html>Bad Gateway</html>"), 503),
+        ((503, b'{"error": {"message": "The request queue is full."}}'), 503),
+        ((200, b"<html>Sign in</html>"), 503),
+        ((200, b"{}"), 503),
+        ((200, b""), 503),
+    ],
+)
+async def test_what_says_nothing_of_a_prompt_is_not_held_against_it(
+    foreign: SGLangEngine, said: tuple[int, bytes], status: int
+) -> None:
+    Foreign.said = said
+    with pytest.raises(Rejected) as found:
+        await foreign.answer(Prompt(ids=(1,), max_tokens=1))
+    assert found.value.status == status and Foreign.paths == ["/generate"]
+    await foreign.disconnect()
+
+
+@pytest.mark.parametrize("elsewhere", ["/elsewhere", "http://["])
+@pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
+def test_nobody_is_asked_in_the_servers_place_or_given_its_key(
+    foreign: SGLangEngine, status: int, elsewhere: str
+) -> None:
+    Foreign.said, Foreign.elsewhere = (status, b""), elsewhere
+    with pytest.raises(TransferError, match=f"refused: /model_info: {status}"):
+        foreign.client.get("model_info")
+    with pytest.raises(TransferError, match=f"refused: /flush_cache: {status}"):
+        foreign.client.post("flush_cache", {})
+    assert Foreign.paths == ["/model_info", "/flush_cache"]
+
+
+def test_sums_of_another_shape_prove_nothing(foreign: SGLangEngine) -> None:
+    for ranks in (
+        b"1",
+        b"[1]",
+        b'[{"checksums": {"a": "1"}}]',
+        b'[{"checksums": {"a": "1"}, "parallelism_info": [{}]}]',
+    ):
+        Foreign.said = 200, b'{"weight_version": "i:1", "ranks": %s}' % ranks
+        with pytest.raises(TransferError, match="protocol: /weights_checker: the answer is not SGLang's"):
+            foreign.proof("m", "i:1")
+    right = b'[{"checksums": {"a": "1"}, "parallelism_info": [{"tp_rank": 0, "tp_size": 1}]}]'
+    Foreign.said = 200, b'{"weight_version": "i:1", "ranks": %s}' % right
+    assert foreign.proof("m", "i:1").flaw == ""
 
 
 # -- memory

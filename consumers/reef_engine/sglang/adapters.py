@@ -10,8 +10,10 @@ import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import msgspec
+
 from consumers.reef_engine.sglang import moves, requests
-from consumers.reef_engine.sglang.client import Client
+from consumers.reef_engine.sglang.client import Client, shaped
 from consumers.reef_engine.sglang.limits import Limits
 from consumers.reef_engine.sglang.probes import Probe, Reference
 from consumers.reef_engine.sglang.room import Room
@@ -30,6 +32,19 @@ WITHIN, WITHIN_ROUNDED = 1e-4, 0.5
 """How far two implementations may differ in one logprob: in float32 on a CPU (measured: 8e-6); in any other dtype, and
 on a GPU (bfloat16 on a CPU: 0.15)."""
 PREFIX = "base_model.model."
+
+
+class Model(msgspec.Struct, frozen=True):
+    """An adapter, if it has a parent."""
+
+    id: str
+    parent: str | None
+
+
+class Models(msgspec.Struct, frozen=True):
+    """What we read of its /v1/models."""
+
+    data: list[Model]
 
 
 class Held:
@@ -155,10 +170,10 @@ class Held:
 
     def listed(self) -> frozenset[str]:
         try:
-            cards = self.client.get("v1/models")["data"]
+            cards = shaped("v1/models", self.client.get("v1/models"), Models).data
         except Unavailable as error:
             raise TransferError("closed", str(error)) from error
-        return frozenset(card["id"] for card in cards if card["parent"])
+        return frozenset(card.id for card in cards if card.parent)
 
 
 def reads_folders(config: Config) -> bool:
@@ -214,8 +229,8 @@ def _logprobs(said: Any) -> list[tuple[float, int]]:
 
 def _furthest(found: Sequence[float], expected: Sequence[float], within: float) -> str:
     far = [abs(one - other) for one, other in zip(found, expected, strict=True)]
-    place = max(range(len(far)), key=far.__getitem__)
-    if far[place] <= within:  # not for NaN
+    place = max(range(len(far)), key=lambda each: (not far[each] <= within, far[each]))  # NaN is not within anything
+    if far[place] <= within:
         return ""
     return (
         f"the server answers with something else: logprob {place + 1} of the probe is {found[place]:.6f}, expected "

@@ -21,11 +21,11 @@ import msgspec
 
 from consumers.reef_engine.sglang import moves, requests
 from consumers.reef_engine.sglang.adapters import Held
-from consumers.reef_engine.sglang.client import CALL_S, Client, words
+from consumers.reef_engine.sglang.client import CALL_S, Client, shaped, words
 from consumers.reef_engine.sglang.launch import gpus
 from consumers.reef_engine.sglang.limits import Limits
 from consumers.reef_engine.sglang.room import Room
-from consumers.reef_engine.sglang.sums import Oracle, Sums, flaw
+from consumers.reef_engine.sglang.sums import Checked, Oracle, Sums, flaw
 from reef_bus.backends import STOP, Answer, Completion, ContinuousBackend, Layout, Pieces, Prompt, Proof
 from reef_bus.config import Inference
 from reef_bus.core.publication import DRAIN, PAUSES, RETRACT
@@ -39,8 +39,16 @@ SUMS_S = 300.0
 MEMORY_S = 300.0
 IDLE_S = 60.0
 TELL_S = 5.0
+NOT_NOW = (301, 302, 303, 307, 308, 401, 403, 404, 408, 429, 502, 503, 504)
+"""By what a server, or whatever stands before it, says nothing of the prompt: elsewhere, or later, it may do."""
 KNOWN = 8
 """Versions of which the expected sums are remembered: the head and what comes next, and a few to go back to."""
+
+
+class Named(msgspec.Struct, frozen=True):
+    """What we read of its /model_info."""
+
+    weight_version: str
 
 
 class SGLangEngine(ContinuousBackend):
@@ -132,12 +140,11 @@ class SGLangEngine(ContinuousBackend):
         return Proof(self._flaw(expected, load_id), sum(len(each.sums) for each in expected), expected[0].algorithm)
 
     def _flaw(self, expected: Sequence[Sums], load_id: str) -> str:
-        named = self.client.get("model_info")["weight_version"]
+        named = shaped("model_info", self.client.get("model_info"), Named).weight_version
         if named != load_id:
             return f"the server calls what it holds {named!r}, expected {load_id!r}"
-        return flaw(
-            expected, self.client.post("weights_checker", requests.weights_checker("checksum"), SUMS_S)["ranks"]
-        )
+        said = self.client.post("weights_checker", requests.weights_checker("checksum"), SUMS_S)
+        return flaw(expected, shaped("weights_checker", said, Checked).ranks)
 
     # -- adapters
 
@@ -190,6 +197,10 @@ class SGLangEngine(ContinuousBackend):
         rid = uuid.uuid4().hex
         try:
             return await self._asked(prompt, rid)
+        except Rejected as error:
+            if error.status == 503:
+                log.info("%s; whoever asked may ask again", error)
+            raise
         except asyncio.CancelledError:
             self._tell("abort_request", requests.abort_request(rid))
             raise
@@ -197,14 +208,15 @@ class SGLangEngine(ContinuousBackend):
     async def _asked(self, prompt: Prompt, rid: str) -> Answer:
         url = f"{self.client.url}/generate"
         try:
-            async with self._http().post(url, json=_body(prompt, rid), headers=self.client.headers) as reply:
+            asked = self._http().post(url, json=_body(prompt, rid), headers=self.client.headers, allow_redirects=False)
+            async with asked as reply:
                 said = await reply.read()
         except (aiohttp.ClientError, OSError) as error:
             raise Unavailable(f"SGLang does not answer: {error!r}") from error
         if reply.status != 200:
             text = words(said.decode(errors="replace"))
             refused = NotHeld if any(each in text for each in requests.NO_ADAPTER) else Rejected
-            raise refused(f"SGLang answered {reply.status}: {text}")
+            raise refused(f"SGLang answered {reply.status}: {text}", 503 if reply.status in NOT_NOW else 400)
         return _answer(prompt, said)
 
     def _http(self) -> aiohttp.ClientSession:
@@ -262,7 +274,7 @@ def _answer(prompt: Prompt, said: bytes) -> Answer:
     try:
         return _read(prompt, msgspec.json.decode(said))
     except msgspec.DecodeError as error:
-        raise Rejected(f"SGLang's answer is not one: {error}") from error
+        raise Rejected(f"SGLang's answer is not one: {error}", 503) from error
 
 
 def _read(prompt: Prompt, said: Any) -> Answer:
@@ -274,7 +286,7 @@ def _read(prompt: Prompt, said: Any) -> Answer:
         versions = tuple((str(span["version"]), span["end"] - span["start"]) for span in meta["weight_versions"])
         reason = _reason(ids, meta["finish_reason"])
     except (KeyError, TypeError, ValueError) as error:
-        raise Rejected(f"SGLang's answer is not one: {error!r}") from error
+        raise Rejected(f"SGLang's answer is not one: {error!r}", 503) from error
     if tuple(token for _, token in logprobs) != ids or not all(math.isfinite(logprob) for logprob, _ in logprobs):
         raise Rejected("SGLang's answer is not one: its logprobs are not those of its tokens")
     given = tuple(logprob if prompt.temperature else 0.0 for logprob, _ in logprobs)

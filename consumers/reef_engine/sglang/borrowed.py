@@ -7,17 +7,20 @@ Knows: one client, what the configuration says of the server. Must not know: how
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 
 import msgspec
 
 from consumers.reef_engine.sglang import requests
 from consumers.reef_engine.sglang.client import Client
-from consumers.reef_engine.sglang.launch import POLL_S, healthy
+from consumers.reef_engine.sglang.launch import POLL_S, SAY_S, unhealthy
 from reef_bus.config import Inference
 from reef_bus.errors import Rejected, TransferError, Unavailable
 from reef_bus.runner import blocking
 from reef_bus.sections import Adapters
+
+log = logging.getLogger(__name__)
 
 ASK_S = 5.0
 
@@ -39,24 +42,28 @@ async def ready(client: Client, inference: Inference, adapters: Adapters, *, spa
     """Wait until it generates; one that an agent left paused is told to. `spans`: an answer may be made by several
     versions. Raises Unavailable when it does not in time, and Rejected for another one than the configuration says:
     what it has to hold could not be worked out."""
-    until = time.monotonic() + inference.start_s
-    for does in (_goes_on, healthy):
-        while not await blocking(does, client):
-            if time.monotonic() > until:
-                raise Unavailable(f"no SGLang generates at {client.url} (waited {inference.start_s:g} s)")
+    began = said = time.monotonic()
+    for hindered in (_rests, unhealthy):
+        while why := await blocking(hindered, client):
+            now = time.monotonic()
+            if now - began > inference.start_s:
+                raise Unavailable(f"no SGLang generates at {client.url} (waited {inference.start_s:g} s): {why}")
+            if now - said > SAY_S:
+                said = now
+                log.info("no SGLang generates at %s for %.0f s: %s", client.url, now - began, why)
             await asyncio.sleep(POLL_S)
     if wrong := _wrong(await blocking(client.get, "server_info"), inference, adapters, spans=spans):
         raise Rejected(f"the server at {client.url} {wrong}")
 
 
-def _goes_on(client: Client) -> bool:
-    """Whether it is up, and was told to."""
+def _rests(client: Client) -> str:
+    """Why it is not up, or could not be told to go on."""
     try:
         client.get("model_info", ASK_S)
         client.post("continue_generation", requests.continue_generation(), ASK_S)
-    except (TransferError, Unavailable):
-        return False
-    return True
+    except (TransferError, Unavailable) as error:
+        return str(error)
+    return ""
 
 
 def _wrong(said: object, inference: Inference, adapters: Adapters, *, spans: bool) -> str:

@@ -8,16 +8,28 @@ from __future__ import annotations
 import http.client
 import urllib.error
 import urllib.request
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
 from reef_bus.errors import TransferError, Unavailable
 
+T = TypeVar("T")
+
 CALL_S = 60.0
 """For one control call: those that move or read weights bring their own."""
-_direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-"""A proxy that the environment names would be asked for 127.0.0.1, and be given the key."""
+
+_direct = urllib.request.OpenerDirector()
+for _handler in (
+    urllib.request.HTTPHandler,
+    urllib.request.HTTPSHandler,
+    urllib.request.HTTPErrorProcessor,
+    urllib.request.HTTPDefaultErrorHandler,
+    urllib.request.UnknownHandler,
+):
+    _direct.add_handler(_handler())
+"""Nobody else is given the key, or answers in the server's place: a proxy that the environment names would be asked for
+127.0.0.1, and a redirect would be followed."""
 
 
 class Client:
@@ -58,6 +70,15 @@ def _json(body: bytes) -> Any:
     if not body or body.lstrip()[:1] not in (b"{", b"[", b"n"):
         return None  # some routes answer in prose
     return msgspec.json.decode(body)
+
+
+def shaped(route: str, said: Any, kind: type[T]) -> T:
+    """What was said there. Raises TransferError("protocol") for anything else, as from whatever may stand between us
+    and a server that is borrowed."""
+    try:
+        return msgspec.convert(said, kind)
+    except msgspec.ValidationError as error:
+        raise TransferError("protocol", f"/{route}: the answer is not SGLang's: {error}") from error
 
 
 def words(body: str) -> str:

@@ -158,7 +158,7 @@ class Process:
     async def ready(self, client: Client, limit_s: float) -> None:
         """Wait until it generates. Raises Unavailable with the end of its log when it ends, or takes longer."""
         began = said = time.monotonic()
-        while not await blocking(healthy, client):
+        while await blocking(unhealthy, client):
             now = time.monotonic()
             if (status := exit_status(self.process)) is not None:
                 raise Unavailable(f"SGLang ended with status {status}:{self.last_words()}")
@@ -191,27 +191,28 @@ class Process:
         self.process.wait()
 
 
-def healthy(client: Client) -> bool:
-    """Whether it generates, if it is not paused: one that is may say either."""
+def unhealthy(client: Client) -> str:
+    """Why it does not generate, if it is not paused: one that is may say either."""
     try:
         client.get("health", timeout_s=5.0)
-    except (TransferError, Unavailable):
-        return False
-    return True
+    except (TransferError, Unavailable) as error:
+        return str(error)
+    return ""
 
 
 async def silent(client: Client, route: str, look_s: float = LOOK_S, silent_s: float = SILENT_S) -> str:
     """Wait until it has not answered there for a while; says so. Each look waits as long as that, for what is asked
-    anew each time might never come between two batches; and it takes no thread of those that do the work."""
+    anew each time might never come between two batches; and it takes no thread of those that do the work. A proxy's
+    page in the place of an answer is no sign of life."""
     patience = aiohttp.ClientTimeout(total=silent_s)
     heard = time.monotonic()
     async with aiohttp.ClientSession(headers=client.headers, timeout=patience) as session:
         while time.monotonic() - heard < silent_s:
             await asyncio.sleep(look_s)
             with contextlib.suppress(aiohttp.ClientError, OSError, TimeoutError):
-                async with session.get(f"{client.url}/{route}") as reply:
-                    await reply.read()
-                    heard = time.monotonic() if reply.status == 200 else heard
+                async with session.get(f"{client.url}/{route}", allow_redirects=False) as reply:
+                    said = await reply.read()
+                    heard = time.monotonic() if reply.status == 200 and said.startswith(b"{") else heard
     return f"the server at {client.url} has given no sign of life for {silent_s:g} s"
 
 

@@ -159,8 +159,10 @@ class _Group:
             each.wait()
 
     def __exit__(self, *_: object) -> None:
-        self.client.post("destroy_weights_update_group", requests.destroy_weights_update_group(self.name))
-        importlib.import_module("torch.distributed").destroy_process_group(self._group)
+        try:
+            self.client.post("destroy_weights_update_group", requests.destroy_weights_update_group(self.name))
+        finally:  # a server that has none any more, as one that was started again, keeps nobody in it
+            importlib.import_module("torch.distributed").destroy_process_group(self._group)
 
 
 def _both(ask: Callable[[], Any], do: Callable[[], None]) -> None:

@@ -20,17 +20,18 @@ from typing import Any
 
 import msgspec
 
+from reef_bus import peft_folder
 from reef_bus.backends import Layout, Piece, Pieces
 from reef_bus.errors import Rejected, TransferError, Unavailable
 from reef_bus.events import Lora
-from reef_bus.peft_folder import write_peft_folder
 from reef_bus.safetensors_file import laid_out
 
 WEIGHTS = "model.safetensors"
 READ = (".safetensors", ".bin", ".pt")
 """What of a folder SGLang 0.5.23 reads by itself, but for what is laid out otherwise (`consolidated`)."""
 WEIGHTS_OF_OTHERS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx")
-CONFIG, GENERATION = "config.json", "generation_config.json"
+CONFIG, GENERATION, OF_ADAPTER = "config.json", "generation_config.json", peft_folder.CONFIG
+"""The last, left behind by a merge, say, makes transformers take the whole folder for an adapter's."""
 SHARED = Path("/dev/shm")
 ADAPTERS = "adapters"
 NAMED = 32
@@ -43,13 +44,11 @@ class Room:
 
     def __init__(self, model: Path, folder: Path) -> None:
         """`folder` is ours alone, and whatever an earlier boot left there goes. Raises Unavailable where that cannot
-        be."""
+        be, and Rejected for a model that cannot be read."""
         self.folder = folder
         shutil.rmtree(folder, ignore_errors=True)
-        try:
+        with self._making(), _reading(model):
             self._furnish(model)
-        except OSError as error:
-            raise Unavailable(f"cannot make {folder}: {error}; free some memory there, or remove the folder") from error
         self._layouts: dict[str, Layout] = {}
         self._pieces: Pieces = {}
 
@@ -59,14 +58,25 @@ class Room:
         self.scratch.mkdir(mode=0o700)
         for file in model.iterdir():
             weights = file.suffix in WEIGHTS_OF_OTHERS or "index" in file.name
-            if file.is_file() and not weights and file.name not in (CONFIG, GENERATION):
+            if file.is_file() and not weights and file.name not in (CONFIG, GENERATION, OF_ADAPTER):
                 shutil.copy2(file, self.folder / file.name)
         (self.folder / CONFIG).write_bytes(_without_ends((model / CONFIG).read_bytes()))
 
     @contextlib.contextmanager
+    def _making(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise Unavailable(
+                f"cannot make {self.folder}: {error}; free some memory there, or remove the folder"
+            ) from error
+
+    @contextlib.contextmanager
     def with_weights(self, model: Path) -> Iterator[None]:
-        """Of the model's own folder, meanwhile. Raises Rejected where it has none that SGLang reads."""
-        weights = [file for file in model.iterdir() if _read_by_itself(file)]
+        """Of the model's own folder, meanwhile. Raises Rejected where it has none that SGLang reads, or cannot be read,
+        and Unavailable where there is no room for links to them."""
+        with _reading(model):
+            weights = [file for file in model.iterdir() if _read_by_itself(file)]
         if not weights:
             raise Rejected(
                 f"inference.update disk: SGLang loads adapters from folders only if it was started with weights, and "
@@ -75,8 +85,9 @@ class Room:
             )
         files = [*weights, *model.glob("*.index.json")]
         try:
-            for file in files:
-                (self.folder / file.name).symlink_to(file.absolute())
+            with self._making():
+                for file in files:
+                    (self.folder / file.name).symlink_to(file.absolute())
             yield
         finally:
             for file in files:
@@ -107,14 +118,14 @@ class Room:
     def keep(self, name: str, tensors: Pieces, lora: Lora) -> None:
         """Its files are never changed: a server that has loaded them may have mapped them. Raises Rejected for tensors
         that are no such adapter, Unavailable where there is no room."""
-        write_peft_folder(self.adapter(name), tensors, lora, str(self.folder))
+        peft_folder.write_peft_folder(self.adapter(name), tensors, lora, str(self.folder))
 
     def drop(self, name: str) -> None:
         """At once for whoever looks for it, if it is here. Raises OSError."""
-        away = self.folder / ADAPTERS / f".{secrets.token_hex(8)}"
         with contextlib.suppress(FileNotFoundError):
-            self.adapter(name).rename(away)
-            shutil.rmtree(away, ignore_errors=True)
+            self.adapter(name).rename(self.folder / ADAPTERS / f".{secrets.token_hex(8)}")
+        for left in (self.folder / ADAPTERS).glob(".*"):  # what could not be removed earlier, too
+            shutil.rmtree(left, ignore_errors=True)
 
     def fit(self, layouts: Mapping[str, Layout]) -> Pieces:
         """Writable views for tensors of these layouts: the same ones, as long as they are asked for the same."""
@@ -147,6 +158,21 @@ class Room:
 
     def close(self) -> None:
         shutil.rmtree(self.folder, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _reading(model: Path) -> Iterator[None]:
+    """What is in the way there, and not where it is copied to, is for whoever configured it."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None or not Path(error.filename).is_relative_to(model):
+            raise
+        raise Rejected(
+            f"{model} (inference.model-path) cannot be read: {error}; put it back, or let this user read all of it"
+        ) from error
+    except msgspec.MsgspecError as error:
+        raise Rejected(f"{model / CONFIG} cannot be read: {error}") from error
 
 
 def _without_ends(config: bytes) -> bytes:

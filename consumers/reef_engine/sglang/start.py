@@ -66,7 +66,7 @@ async def start(config: Config, me: Me, died: Callable[[str], None], stack: cont
     spans = config.publication.pause == IN_PLACE
     saver = config.training.colocate and where == "cuda"  # without a GPU the server says yes, and keeps everything
     if url := inference.urls.get(me.id):
-        client = Client(url.rstrip("/"), os.environ.get(KEY, ""))
+        client = Client(url.rstrip("/"), _key())
         await borrowed.ready(client, inference, config.adapters, spans=spans)
         ends = [silent(client, "model_info", *GONE)]
     else:
@@ -86,6 +86,14 @@ async def start(config: Config, me: Me, died: Callable[[str], None], stack: cont
     engine.releases = REGIONS if saver else ()
     stack.push_async_callback(engine.disconnect)
     return engine
+
+
+def _key() -> str:
+    """A file that it was read from may have ended in a line break."""
+    key = os.environ.get(KEY, "").strip()
+    if not (key.isascii() and key.isprintable()):
+        raise Rejected(f"{KEY} has characters that no key has: it is sent in a header, in ASCII")
+    return key
 
 
 async def _watch(ended: Awaitable[str], died: Callable[[str], None]) -> None:

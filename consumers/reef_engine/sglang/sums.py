@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypedDict
 
 import msgspec
 
@@ -39,6 +39,23 @@ class Said(msgspec.Struct, frozen=True):
     sums: Sums | None = None
     error: str = ""
     unread: tuple[str, ...] = ()
+
+
+class Place(TypedDict):
+    tp_rank: int
+
+
+class Rank(TypedDict):
+    """What a server says of one of its ranks."""
+
+    checksums: dict[str, str]
+    parallelism_info: list[Place]
+
+
+class Checked(msgspec.Struct, frozen=True):
+    """What we read of its /weights_checker."""
+
+    ranks: list[Rank]
 
 
 class Oracle:
@@ -130,7 +147,7 @@ class Worker:
         os.close(self.answers)
 
 
-def flaw(expected: Sequence[Sums], ranks: Sequence[Mapping[str, Any]]) -> str:
+def flaw(expected: Sequence[Sums], ranks: Sequence[Rank]) -> str:
     """The first parameter in which a server's answer is not as expected; empty if there is none."""
     found = {place["tp_rank"]: rank["checksums"] for rank in ranks for place in rank["parallelism_info"]}
     spoke = sorted(place["tp_rank"] for rank in ranks for place in rank["parallelism_info"])

@@ -20,6 +20,7 @@ from reef_bus.events import AdapterUnloaded, EngineLeft, Event, Lora, Member, Re
 
 FIRST_S = 0.3
 """After which an artifact is first looked for again; twice as long after each load of it that failed all the same."""
+MAX_DOUBLINGS = 13  # of that: 41 minutes, so that some 35 words a day are the most that it costs the log
 
 
 def adapters(
@@ -72,13 +73,13 @@ def _first(world: World, found: Engine, heads: Iterable[tuple[Release, int]]) ->
 
 
 def _awaited(world: World, found: Engine, deadlines: Deadlines, mended: frozenset[int]) -> list[Debt]:
-    """Beside whatever else is owed, for it touches nothing that anybody serves. However often what can be read fails
-    all the same, the log grows with the logarithm of the time that this takes, and by no clock."""
+    """Beside whatever else is owed, for it touches nothing that anybody serves. However long what can be read fails all
+    the same, it is tried again now and then, and the log grows by little, and by no clock."""
     debts = []
     for head in _missing(world, found):
         failed = found.failing.get(head.scenario)
         if failed and failed.seq not in mended:
-            first_s = FIRST_S * 2 ** (failed.tries - 1)
+            first_s = FIRST_S * 2 ** min(failed.tries - 1, MAX_DOUBLINGS)
             wait = AwaitArtifact(failed.seq, head.manifest, head.weights, first_s, deadlines.verify_s)
             debts.append(Debt(key=f"artifact/{head.load_id}/{failed.seq}", effect=wait, cause=failed.seq))
     return debts

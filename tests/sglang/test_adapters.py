@@ -194,8 +194,8 @@ async def test_a_load_waits_for_what_is_in_hand_where_nothing_is_halted(subject:
 async def test_a_load_after_which_the_server_keeps_what_it_had_computed_is_no_version(
     subject: Subject, update: str
 ) -> None:
-    """As when somebody else has halted it in place. It holds the new weights, and goes by the old name: neither is
-    proven. And what it samples then is not called the old version's."""
+    """As when somebody else has halted it in place, a moment after it was idle. It holds the new weights, and goes by
+    the old name: neither is proven. And what it samples then is not called the old version's."""
     old = await subject.load(1, "i:0")
     new = await subject.receive(subject.version(2))
     await asyncio.to_thread(subject.engine.expect, new)
@@ -203,7 +203,12 @@ async def test_a_load_after_which_the_server_keeps_what_it_had_computed_is_no_ve
     client.post("pause_generation", requests.pause_generation("in_place"))
     try:
         client.get("server_info")  # it has heard of it
-        with subject.with_(update=update), pytest.raises(TransferError, match=r"^refused: .* cache was not flushed"):
+        seen = replaced(subject, "post", idle)
+        with (
+            subject.with_(update=update),
+            seen,
+            pytest.raises(TransferError, match=r"^refused: .* cache was not flushed"),
+        ):
             await asyncio.to_thread(subject.engine.take, "i:1")
         assert client.get("model_info")["weight_version"] == "i:0"
         assert "'i:0', expected 'i:1'" in await subject.flaw(new, "i:1")
@@ -213,6 +218,21 @@ async def test_a_load_after_which_the_server_keeps_what_it_had_computed_is_no_ve
     (one, before), (other, after) = (await asked).versions
     assert (one, other, before + after) == ("i:0", "i:1", HALFWAY.max_tokens)
     await subject.load(1, "i:0")
+
+
+def idle(honest: Callable[..., Any], route: str, *args: Any) -> Any:
+    return None if route.startswith("flush_cache") else honest(route, *args)
+
+
+@pytest.mark.parametrize("update", UPDATES)
+async def test_a_load_that_comes_as_the_last_answer_is_out_is_one(subject: Subject, update: str) -> None:
+    """The server is still busy then, for a moment."""
+    with subject.with_(update=update):
+        for seed in (2, 1) * 5:
+            manifest = await subject.receive(subject.version(seed))
+            await asyncio.to_thread(subject.engine.expect, manifest)
+            await subject.engine.answer(GREEDY)
+            await asyncio.to_thread(subject.engine.take, f"i:{seed - 1}")
 
 
 # -- a server that is borrowed

@@ -161,6 +161,7 @@ async def test_a_server_that_lends_its_memory_to_a_job_has_it_back_in_order_and_
         ("flush_cache",),
         ("release_memory_occupation", *REGIONS),
         ("resume_memory_occupation", "weights"),
+        ("flush_cache",),
         ("update_weights_from_distributed",),
         ("resume_memory_occupation", *REST),
         ("weights_checker",),

@@ -6,6 +6,7 @@ Knows: stand-ins for the server. Must not know: SGLang, which need not be instal
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import http.server
 import os
 import socket
@@ -482,6 +483,17 @@ def test_a_server_that_is_not_idle_in_time_is_not_asked_for_its_memory(lender: S
     with pytest.raises(TransferError, match="Flush cache failed"):
         lender.release(("weights",))
     assert [path for path, _ in Busy.asked] == ["/flush_cache?timeout=60.0"]
+
+
+@pytest.mark.parametrize("idle", [True, False])
+def test_a_server_loads_once_it_is_idle_and_where_it_is_not_in_time_nothing(lender: SGLangEngine, idle: bool) -> None:
+    """Its last answer is out a moment before that, and it would load, and refuse to drop what it had computed."""
+    Busy.idle = idle
+    lender.inference = msgspec.structs.replace(lender.inference, update="disk")
+    with contextlib.nullcontext() if idle else pytest.raises(TransferError, match="Flush cache failed"):
+        lender.take("i:1")
+    asked = [path.partition("?")[0] for path, _ in Busy.asked]
+    assert asked == ["/flush_cache", "/update_weights_from_disk"][: 1 + idle]
 
 
 def test_a_server_can_lend_only_where_it_was_started_so(model: Path) -> None:

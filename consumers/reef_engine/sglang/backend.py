@@ -103,10 +103,9 @@ class SGLangEngine(ContinuousBackend):
             del self._expected[next(iter(self._expected))]
 
     def take(self, load_id: str) -> None:
-        """What was computed with the old weights goes, but for what is halted in place without a prefix cache. Others
-        may ask a server that is borrowed: what they have in hand stops meanwhile, and is then computed anew."""
+        """What was computed with the old weights goes, but for what is halted in place without a prefix cache."""
         try:
-            with self._stopped() if self.borrowed and not self._halted else contextlib.nullcontext():
+            with self._undisturbed():
                 self._update(load_id)
         except TransferError:
             raise  # the server has heard us, and says no
@@ -115,12 +114,24 @@ class SGLangEngine(ContinuousBackend):
             raise Unavailable(str(error)) from error
 
     @contextlib.contextmanager
-    def _stopped(self) -> Iterator[None]:
-        self.client.post("pause_generation", requests.pause_generation("retract"))
-        try:
+    def _undisturbed(self) -> Iterator[None]:
+        """Others may ask a borrowed server: what they have in hand stops meanwhile, and is then computed anew."""
+        if self.borrowed and not self._halted:
+            self.client.post("pause_generation", requests.pause_generation("retract"))
+            try:
+                yield
+            finally:
+                self.client.post("continue_generation", requests.continue_generation())
+        else:
+            if not self._halted:
+                self._wait_until_idle()
             yield
-        finally:
-            self.client.post("continue_generation", requests.continue_generation())
+
+    def _wait_until_idle(self) -> None:
+        """For a moment after its last answer a server is not: then it would refuse to drop what it has computed, which
+        is no load any more, and end when its memory is to go. Raises TransferError when it takes too long."""
+        query = urllib.parse.urlencode(requests.flush_cache(IDLE_S))
+        self.client.post(f"flush_cache?{query}", {}, IDLE_S + CALL_S)
 
     def _update(self, load_id: str) -> None:
         ranks, flush = self.inference.tensor_parallel_size, not (self._halted and not self.inference.prefix_cache)
@@ -172,9 +183,7 @@ class SGLangEngine(ContinuousBackend):
     # -- memory
 
     def release(self, regions: Sequence[str]) -> None:
-        """A server that is not idle yet, as it is for a moment after its last answer, would end: it waits first."""
-        query = urllib.parse.urlencode(requests.flush_cache(IDLE_S))
-        self.client.post(f"flush_cache?{query}", {}, IDLE_S + CALL_S)
+        self._wait_until_idle()
         self.client.post("release_memory_occupation", requests.release_memory_occupation(*regions), MEMORY_S)
 
     def resume(self, regions: Sequence[str]) -> None:

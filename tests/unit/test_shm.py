@@ -269,6 +269,6 @@ def test_a_door_with_a_full_queue_is_waited_for_and_no_longer_than_the_deadline(
                     waiting.setblocking(False)
                     waiting.connect(f"\0{address}")
             ticket = Ticket("shm", address, "")
-            await fails("stalled", receive(ShmTransport(), ticket, describe(pieces(1)), pieces(0), stall_s=0.3))
+            await fails("stalled", receive(ShmTransport(), ticket, describe(pieces(1)), pieces(0), stall_s=0.3), 1.5)
 
     run(story())

@@ -118,7 +118,7 @@ def test_peer_stopped_in_the_middle_counts_from_the_last_progress() -> None:
             transfer = receive(
                 TcpTransport(), ticket, describe(pieces(7)), pieces(0), stall_s=1.0, progress=seen.append
             )
-            await fails("stalled", transfer, within_s=4.0)
+            await fails("stalled", transfer)
         assert seen[-1] == 28  # slow is not stopped: 1.2 s of drops passed the deadline of 1 s
 
     run(story())

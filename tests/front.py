@@ -83,14 +83,15 @@ class Front:
 
 
 @contextlib.asynccontextmanager
-async def fronted(folder: Path, format: ChatFormat, hands: Hands) -> AsyncIterator[Front]:
-    """It gives up after half a second."""
+async def fronted(folder: Path, format: ChatFormat, hands: Hands, timeout_s: float = 30.0) -> AsyncIterator[Front]:
+    """It gives up after `timeout_s`."""
     async with contextlib.AsyncExitStack() as stack:
         recorder = Recorder(MemoryJournal(MemoryStreams()), ArtifactStore(folder), "gateway/g1", "g1")
         await recorder.start(stack)
         router = Scripted(hands)
         router.moved(given(*SERVING).world)
-        role = Gateway(Config(gateway=GatewayConfig(timeout_s=0.5)), Me("gateway", "g1"), router, recorder, format)
+        config = Config(gateway=GatewayConfig(timeout_s=timeout_s))
+        role = Gateway(config, Me("gateway", "g1"), router, recorder, format)
         app = web.Application(middlewares=[role_module.errors])
         app.add_routes(role.routes())
         url = await listen(app, "127.0.0.1", 0, stack)

@@ -69,11 +69,12 @@ async def offered(transport: Transport, source: Pieces, attempt: int = 1) -> Asy
 
 async def receive(transport: Transport, ticket: Ticket, manifest: Manifest, target: Pieces, **other: Any) -> int:
     """As the contract; tests name only what is unusual."""
-    usual: dict[str, Any] = {"publication": PUBLICATION, "attempt": 1, "stall_s": 2.0}
+    usual: dict[str, Any] = {"publication": PUBLICATION, "attempt": 1, "stall_s": 10.0}
     return await transport.receive(ticket, manifest, target, **{**usual, **other})
 
 
-async def fails(cause: str, transfer: Awaitable[Any], within_s: float = 1.0) -> str:
+async def fails(cause: str, transfer: Awaitable[Any], within_s: float = 5.0) -> str:
+    """Half of the usual deadline is soon enough to tell that nobody waited for it."""
     begun = time.monotonic()
     with pytest.raises(TransferError) as caught:
         await transfer

@@ -36,7 +36,7 @@ BASE = pieces(7, BIG)
 NEW = {**BASE, "b": pieces(9)["b"]}  # two values of ten million have changed
 BASE_MANIFEST, MANIFEST = describe(BASE), describe(NEW)
 DELTA = Delta(BASE_MANIFEST.digest, b"".join(encode(BASE, BASE_MANIFEST, NEW, MANIFEST)))
-STALL_S = 0.3
+STALL_S = 1.0
 
 
 @pytest.fixture

@@ -128,17 +128,14 @@ def test_a_role_alone_ends_with_0_on_sigterm_and_its_log_goes_to_stderr(tmp_path
         assert answers(f"http://127.0.0.1:{port}", up) == 200
         running = tmp_path / "state" / "run" / "deployment.json"
         with command("run", "publisher", "-c", str(running), "--id", "publisher-3", "--json") as second:
-            for _ in range(100):
-                if (tmp_path / "state" / "locks" / "publisher-3.lock").exists():
-                    break
-                time.sleep(0.1)
-            time.sleep(1.0)
+            assert second.stderr is not None
+            said = next(line for line in second.stderr if "is up" in line)
             second.terminate()
             out, err = second.communicate(timeout=20)
         up.terminate()
         up.communicate(timeout=30)
     assert (second.returncode, out) == (0, ""), err
-    messages = [json.loads(line)["message"] for line in err.splitlines()]
-    assert any("is up" in message for message in messages) and "ends, as asked" in messages[-1]
+    first, *_, last = (json.loads(line)["message"] for line in (said, *err.splitlines()))
+    assert "is up" in first and "ends, as asked" in last
     assert up.returncode == 0
     assert os.path.exists(running)

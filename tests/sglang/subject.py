@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +70,30 @@ class Subject:
 
     def with_(self, **inference: object) -> contextlib.AbstractContextManager[None]:
         return _replaced(self.engine, inference)
+
+
+def used(subject: Subject) -> int:
+    """Tokens that the server holds for what it has in hand."""
+    return int(subject.engine.client.get("v1/loads")["loads"][0]["num_used_tokens"])
+
+
+async def under_way(subject: Subject, asked: asyncio.Future[Any], prompt: Prompt) -> None:
+    """Until some tokens of that answer are sampled; nothing else is in hand."""
+    while not asked.done() and used(subject) < len(prompt.ids) + 16:  # noqa: ASYNC110 - another process says it
+        await asyncio.sleep(0.01)
+    assert not asked.done(), "the machine is too fast for this test: ask for more tokens"
+
+
+def begun(subject: Subject, prompt_ids: Sequence[int]) -> Callable[[], Awaitable[None]]:
+    """As the contract's: returns when some tokens are sampled of the one prompt in hand, or it is over already."""
+
+    async def returns() -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(5):
+                while used(subject) < len(prompt_ids) + 16:  # noqa: ASYNC110 - another process says it
+                    await asyncio.sleep(0.01)
+
+    return returns
 
 
 @contextlib.contextmanager

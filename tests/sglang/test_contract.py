@@ -5,17 +5,18 @@ Knows: how the server's subject is made. Must not know: what is promised.
 
 from __future__ import annotations
 
-import asyncio
-
 import pytest
 
 from consumers.reef_engine.sglang.limits import PROMPT_RESERVED, RESERVED
 from reef_bus.backends import Pieces, Prompt
 from tests.contract.inference import PROMISES, Promise
 from tests.contract.inference import Subject as Promised
-from tests.sglang.subject import SHAPE, Subject, greedy
+from tests.sglang.subject import SHAPE, Subject, begun, greedy
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+
+PROMPT = (11, 7, 10)
 
 
 @pytest.fixture(scope="module")
@@ -32,16 +33,12 @@ def promised(subject: Subject) -> Promised:
         versions,
         SHAPE.vocab,
         SHAPE.max_len - RESERVED,
-        (11, 7, 10),
+        PROMPT,
         by_the_policy,
-        begun,
+        begun(subject, PROMPT),
         long=900,
         longest_prompt=SHAPE.max_len - PROMPT_RESERVED,
     )
-
-
-async def begun() -> None:
-    await asyncio.sleep(0.5)
 
 
 @pytest.mark.parametrize("promise", PROMISES, ids=lambda promise: promise.__name__)

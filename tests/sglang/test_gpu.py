@@ -21,7 +21,7 @@ from reef_bus.config import UPDATES, check
 from reef_bus.core.memory import REGIONS
 from reef_bus.errors import Rejected
 from reef_bus.sections import Publication, Training
-from tests.sglang.subject import Subject, config, likeliest, running, serving
+from tests.sglang.subject import Subject, config, likeliest, running, serving, under_way
 from tests.sglang.test_adapters import TAKEN, loaded, says
 
 pytestmark = [
@@ -56,10 +56,6 @@ async def answers_as(subject: Subject, seed: int) -> bool:
     return right and not other
 
 
-def used(subject: Subject) -> int:
-    return int(subject.engine.client.get("v1/loads")["loads"][0]["num_used_tokens"])
-
-
 async def test_cuda_graphs_are_in_use(subject: Subject) -> None:
     """`disable_cuda_graph` is what was asked for, and `cuda_graph_config` what came of it."""
     said = subject.engine.client.get("server_info")
@@ -87,8 +83,7 @@ async def test_an_answer_goes_on_with_the_next_version(subject: Subject, prefix_
     await subject.engine.answer(GREEDY)  # the first one waits for kernels that are compiled
     with subject.with_(prefix_cache=prefix_cache):
         asked = asyncio.create_task(subject.engine.answer(LONG))
-        while not asked.done() and used(subject) < 20:  # noqa: ASYNC110 - another process says it
-            await asyncio.sleep(0.01)
+        await under_way(subject, asked, LONG)
         await subject.engine.halt()
         await subject.load(2, "i:2")
         await subject.engine.go_on()

@@ -40,7 +40,7 @@ from reef_bus.events import (
     Span,
 )
 from tests.box import CONFIG, Box
-from tests.sglang.subject import CLOSE, Subject, greedy, logprobs, replaced
+from tests.sglang.subject import CLOSE, Subject, greedy, logprobs, replaced, under_way
 from tests.unit.test_attach import loop
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -106,8 +106,7 @@ async def test_an_answer_on_its_way_while_a_release_comes(
         async with asyncio.timeout(120):
             first = await bus.publish(dict(subject.policy(1).named_parameters()), step=0)
             answer = box.ask(LONG)
-            await asyncio.sleep(0.7)
-            assert not answer.done()
+            await under_way(subject, answer, LONG)
             second = await bus.publish(dict(subject.policy(2).named_parameters()), step=1)
             found = await answer
             log = await box.log()

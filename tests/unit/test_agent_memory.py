@@ -44,6 +44,7 @@ from reef_bus.manifest import describe
 from reef_bus.policy import PolicyConfig, new_policy, pieces
 from reef_bus.samples import Batch, encode_batch
 from tests.facts import SERVING, colocated, dropped, lent
+from tests.loop import until
 from tests.unit.test_agent import Floats, memory, say, see
 
 ROOT = Path(__file__).parents[2]
@@ -61,7 +62,7 @@ class Lender(Floats):
         super().__init__()
         self.asked: list[tuple[str, ...]] = []
         self.fails = ""
-        self.may_go = threading.Event()
+        self.begun, self.may_go = threading.Event(), threading.Event()
         self.may_go.set()
 
     def release(self, regions: Sequence[str]) -> None:
@@ -71,6 +72,7 @@ class Lender(Floats):
         self._do("resume", regions)
 
     def _do(self, name: str, regions: Sequence[str]) -> None:
+        self.begun.set()
         assert self.may_go.wait(10)
         self.asked.append((name, *regions))
         self.memory[:] = bytes(16)
@@ -104,8 +106,9 @@ async def test_a_request_in_hand_is_answered_before_anything_is_released(tmp_pat
     see(found, *SERVING)
     await found.memory.acquire()
     releasing = asyncio.create_task(say(found, RELEASE))
+    await until(found.wanted.is_set)
     await asyncio.sleep(0.05)
-    assert engine.asked == [] and found.wanted.is_set() and not found.stop.is_set()
+    assert not engine.begun.is_set() and not found.stop.is_set()
     found.memory.release()
     assert isinstance(await releasing, EngineMemoryReleased)
 
@@ -169,7 +172,7 @@ async def test_whoever_stops_waiting_loses_nothing(tmp_path: Path) -> None:
     found, engine = lending(tmp_path)
     engine.may_go.clear()
     releasing = asyncio.create_task(say(found, RELEASE))
-    await asyncio.sleep(0.05)
+    await until(engine.begun.is_set)
     releasing.cancel()
     await asyncio.sleep(0.05)
     assert not releasing.done()

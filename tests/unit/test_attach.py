@@ -622,8 +622,10 @@ async def test_a_coroutine_publishes_and_its_own_computing_delays_nobody(beside:
     async with attach(beside.config) as bus:
         await bus.publish(step(0), step=0)
         handle = await bus.publish(step(1), step=1, wait=False)
-        time.sleep(1.5)  # noqa: ASYNC251 - this loop's own step; fences and doors are the bus's, in its thread
-        assert handle.done()
+        until = time.monotonic() + 10
+        while not handle.done():  # this loop's own step; fences and doors are the bus's, in its thread
+            assert time.monotonic() < until
+            time.sleep(0.01)  # noqa: ASYNC251 - it gives way to nobody
         found = await handle
         assert isinstance(found, Committed) and handle.result() == found
 
@@ -659,11 +661,24 @@ def test_a_block_that_raises_ends_at_once_and_leaves_the_rest_to_the_next_boot(b
     Lock(Path(beside.config.state_dir, "locks", "trainer.lock"), "nobody holds it any more").release()
 
 
-async def test_who_stops_waiting_withdraws_nothing(beside: Box) -> None:
+async def test_who_stops_waiting_withdraws_nothing(beside: Box, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, may_save = threading.Event(), threading.Event()
+
+    def slow(store: Any, pieces: Any) -> Any:
+        begun.set()
+        assert may_save.wait(10)
+        return save_weights(store, pieces)
+
     async with attach(beside.config) as bus:
         await bus.publish(step(0), step=0)
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(bus.publish(step(1), step=1), 0.001)
+        monkeypatch.setattr(attached_module, "save_weights", slow)
+        waiting = asyncio.create_task(bus.publish(step(1), step=1))
+        await until(begun.is_set)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        may_save.set()
+        await until(lambda: beside.count("ReleaseCommitted") == 1)
         assert isinstance(await bus.publish(step(1), step=1), Committed)
     assert beside.count("JobDispatched") == 1
 

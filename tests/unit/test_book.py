@@ -37,7 +37,7 @@ from reef_bus.events import (
     Recorded,
     RecordEvent,
 )
-from reef_bus.journal import MemoryJournal, MemoryStreams
+from reef_bus.journal import RECORDS, MemoryJournal, MemoryStreams
 from reef_bus.samples import Batch, TokenRow, encode_batch, encode_rows
 from tests.facts import (
     CODE,
@@ -54,6 +54,7 @@ from tests.facts import (
     started,
     trained,
 )
+from tests.loop import until
 from tests.spec import Step, given
 from tests.unit.test_adapters import ONE
 from tests.unit.test_records import answer, scored
@@ -138,12 +139,19 @@ def names(found: Batch) -> list[str]:
 
 
 async def nothing(found: RecordBook, base: str, last: Last = None) -> bool:
-    dispatched = dispatched_before(found, last)
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(0.05):
-            await found.batch([base], dispatched)
-            return False
-    return True
+    """Whether there is no batch for it in all that is recorded."""
+    asked = asyncio.create_task(found.batch([base], dispatched_before(found, last)))
+    head = await found.journal.head(RECORDS)
+    await until(lambda: asked.done() or head in (found.last, lowest(found)))
+    made, waits = await asyncio.wait({asked}, timeout=0.05)
+    for each in waits:
+        each.cancel()
+    return not made
+
+
+def lowest(found: RecordBook) -> int:
+    """What it begins to read after: if nothing is left there, it never reads anything."""
+    return min(found.book.consumed.get(scenario, Consumed()).floor for scenario in found.scenarios)
 
 
 async def test_a_batch_carries_tokens_reward_and_release_of_every_answer(shelf: Shelf) -> None:

@@ -283,15 +283,15 @@ def test_a_long_run_without_a_character_costs_no_more_for_each_token(formats: di
 # -- what is recorded, and what is told
 
 
-Fronts = Callable[[Hands], Awaitable[Front]]
+Fronts = Callable[..., Awaitable[Front]]
 
 
 @pytest.fixture
 async def front(tmp_path: Path, model: HuggingFace) -> AsyncIterator[Fronts]:
     async with contextlib.AsyncExitStack() as stack:
 
-        async def start(hands: Hands) -> Front:
-            return await stack.enter_async_context(fronted(tmp_path / "store", model, hands))
+        async def start(hands: Hands, timeout_s: float = 30.0) -> Front:
+            return await stack.enter_async_context(fronted(tmp_path / "store", model, hands, timeout_s))
 
         yield start
 
@@ -411,7 +411,7 @@ async def test_an_answer_by_a_release_that_nobody_committed_is_asked_again(front
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_answers_that_never_hold_are_a_503_in_time_and_no_record(front: Fronts, stream: bool) -> None:
-    found = await front(says(SAMPLED, ["inc:9"]))
+    found = await front(says(SAMPLED, ["inc:9"]), 0.5)
     reply, body = await ask(found, stream=stream)
     assert (reply.status, reply.content_type) == (503, "application/json") and b"0.5 s" in body
     assert found.events() == [] and len(found.router.asked) > 2
@@ -446,9 +446,8 @@ async def test_a_client_that_goes_away_before_its_answer_is_recorded_leaves_noth
     _, writer = await connected(found)
     await until(lambda: len(found.router.asked) == 1)
     writer.transport.abort()
-    await asyncio.sleep(0.05)
-    release.set()
     await until(lambda: not found.router.in_flight)
+    release.set()
     await asyncio.sleep(0.05)
     assert found.events() == []
 
@@ -467,7 +466,7 @@ async def test_a_client_that_goes_away_while_it_is_told_leaves_a_whole_record(fr
 
 
 async def test_a_client_that_does_not_read_is_let_go_of_and_cannot_take_its_stream_for_whole(front: Fronts) -> None:
-    found = await front(says(LONG))
+    found = await front(says(LONG), 0.5)
     reader, writer = await connected(found)
     await reader.readuntil(b'{"content":"l"}')
     await asyncio.sleep(1.0)

@@ -8,9 +8,9 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import resource
 import subprocess
 import sys
-import time
 from importlib import metadata
 from pathlib import Path
 
@@ -68,12 +68,18 @@ print(sorted(set({HEAVY}) & set(sys.modules)))
 """
     times = []
     for _ in range(3):
-        began = time.perf_counter()
+        began = spent()
         done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-        times.append(time.perf_counter() - began)
+        times.append(spent() - began)
     print(f"reef-bus --help: {min(times) * 1000:.0f} ms at best, {max(times) * 1000:.0f} ms at worst; target 300 ms")
     assert done.stdout.splitlines()[-1] == "[]"
     assert min(times) < 1.5
+
+
+def spent() -> float:
+    """Seconds that processes of ours which have ended had of a core: how many others want one is not their doing."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def test_it_runs_as_a_module_too() -> None:

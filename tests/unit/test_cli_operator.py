@@ -74,8 +74,13 @@ async def journal(monkeypatch: pytest.MonkeyPatch) -> Owner:
         yield found, Config()
 
     monkeypatch.setattr(cli_operator, "opened", opened)
-    monkeypatch.setattr(cli_operator, "ANSWER_S", 0.2)
     return found
+
+
+@pytest.fixture
+def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For those whom nobody answers."""
+    monkeypatch.setattr(cli_operator, "ANSWER_S", 0.2)
 
 
 def words(component: str = "c", **other: object) -> argparse.Namespace:
@@ -139,6 +144,7 @@ async def test_every_request_of_a_person_counts_whoever_else_asks_at_that_moment
         ("halt", {"scenario": facts.S, "publication": "pub1"}, PublicationHaltRequested),
     ],
 )
+@pytest.mark.usefixtures("hasty")
 async def test_every_command_asks_for_what_it_says(
     journal: Owner, command: str, said: dict[str, str], expected: type[OperatorEvent]
 ) -> None:
@@ -150,6 +156,7 @@ async def test_every_command_asks_for_what_it_says(
     assert request is not None and request.event == expected(actor="ada", why="w", head="inc:0", **said)
 
 
+@pytest.mark.usefixtures("hasty")
 async def test_who_retires_an_engine_means_the_boot_that_is_there(journal: Owner) -> None:
     await put(journal, facts.trainer_joined(), facts.registered(), boot="t1")
     await put(journal, facts.joined("e0"), boot="e0.7")
@@ -176,6 +183,7 @@ async def test_a_refusal_is_shown_and_is_exit_status_one(journal: Owner, capsys:
     assert "RequestRefused" in capsys.readouterr().out
 
 
+@pytest.mark.usefixtures("hasty")
 async def test_without_an_answer_the_request_stands_and_that_is_said(journal: Owner) -> None:
     journal.reaction = None
     with pytest.raises(Unavailable, match=r"request 4 is on the log, and nobody answered within 0\.2 s"):
@@ -183,6 +191,7 @@ async def test_without_an_answer_the_request_stands_and_that_is_said(journal: Ow
     assert await journal.head(LOG) == 4
 
 
+@pytest.mark.usefixtures("hasty")
 async def test_who_asks_on_a_head_that_moves_meanwhile_hears_to_ask_again_also_where_no_publisher_runs(
     journal: Owner,
 ) -> None:

@@ -139,7 +139,9 @@ async def test_what_the_engine_cannot_do_now_is_asked_again_and_no_mistake_of_wh
 
 async def test_nothing_is_generated_for_who_has_gone(running: Running) -> None:
     see(running.server.agent, *FENCED)
-    asked = [asyncio.create_task(running.ask()) for _ in range(3)]
+    asked = [asyncio.create_task(running.ask())]
+    await until(lambda: len(running.server._asked) == 1 and running.server.queue.empty())  # it waits for the gate
+    asked += [asyncio.create_task(running.ask()) for _ in range(2)]
     await until(lambda: running.server.queue.qsize() == 2)
     asked[1].cancel()
     await asyncio.gather(asked[1], return_exceptions=True)

@@ -456,13 +456,15 @@ class Deaf(MemoryJournal):
 
 
 @contextlib.asynccontextmanager
-async def gateway(journal: MemoryJournal, folder: Path) -> AsyncIterator[tuple[str, aiohttp.ClientSession, Gateway]]:
+async def gateway(
+    journal: MemoryJournal, folder: Path, timeout_s: float = 30.0
+) -> AsyncIterator[tuple[str, aiohttp.ClientSession, Gateway]]:
     async with contextlib.AsyncExitStack() as stack:
         recorder = Recorder(journal, ArtifactStore(folder), "gateway/g1", "g1")
         await recorder.start(stack)
         router = Scripted(at_once)
         router.moved(world(*SERVING))
-        config = Config(gateway=GatewayConfig(timeout_s=0.2))
+        config = Config(gateway=GatewayConfig(timeout_s=timeout_s))
         found = Gateway(config, Me("gateway", "g1"), router, recorder)
         app = web.Application(middlewares=[role_module.errors])
         app.add_routes(found.routes())
@@ -485,16 +487,16 @@ async def test_a_chat_is_recorded_before_it_is_answered(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/reef/report"])
 async def test_a_log_that_is_away_is_a_503_in_time(tmp_path: Path, path: str) -> None:
-    async with gateway(Deaf(MemoryStreams()), tmp_path) as (url, session, found):
+    async with gateway(Deaf(MemoryStreams()), tmp_path, 0.2) as (url, session, found):
         found.recorder.answers["rec-1"] = "digit"
         body = QUESTION if "chat" in path else {"score": 1, "references": ["rec-1"]}
-        async with asyncio.timeout(2), session.post(url + path, json=body) as reply:
+        async with asyncio.timeout(10), session.post(url + path, json=body) as reply:
             assert reply.status == 503 and "0.2 s" in (await reply.json())["error"]["message"]
 
 
 async def test_a_scenario_whose_adapter_nobody_can_load_is_a_503_that_says_so(tmp_path: Path) -> None:
     lost = (unloaded("e0", name(MATH, 1)), adapter_damaged("e0", MATH, 1, "no blob at /store/aa: copy it there"))
-    async with gateway(MemoryJournal(MemoryStreams()), tmp_path) as (url, session, found):
+    async with gateway(MemoryJournal(MemoryStreams()), tmp_path, 0.2) as (url, session, found):
         found.router = Router(session)
         found.router.moved(world(*FROZEN, *ONE, *lost, left("e1")))
         async with session.post(f"{url}/v1/chat/completions", json=QUESTION, headers={SCENARIO: MATH}) as reply:

@@ -512,7 +512,7 @@ async def test_an_engine_that_ends_waits_not_even_for_what_is_retracted_no_more(
             await until(it.engine.halts.is_set)
         it.server.end()
         it.worker.cancel()
-        done, _ = await asyncio.wait({it.worker}, timeout=1.0)
+        done, _ = await asyncio.wait({it.worker}, timeout=10.0)
         assert done and not asked.done()
 
 

@@ -90,12 +90,12 @@ async def test_a_key_that_comes_back_is_performed_again(streams: MemoryStreams) 
     async def work(debt: Debt, scope: Any) -> None:
         begun.append(1)
 
-    journal = MemoryJournal(streams)
+    journal, role = MemoryJournal(streams), Scripted(owed, work)
     await put(journal, opened())
-    async with running(journal, Scripted(owed, work)):
+    async with running(journal, role):
         await until(lambda: len(begun) == 1)
         await put(journal, began(1))
-        await quiet()
+        await until(lambda: role.asked[-1] == 2)  # for a while it is not owed
         await put(journal, began(2))
         await until(lambda: len(begun) == 2)
 
@@ -121,11 +121,12 @@ async def test_the_end_of_a_runner_closes_every_scope(streams: MemoryStreams) ->
 
 async def test_a_contradiction_halts_and_names_the_sequence(streams: MemoryStreams) -> None:
     """Row "log contradicts what was applied": stop, say so; what came before it counts, nothing is written after."""
-    closed: list[str] = []
+    said: list[str] = []
     beats: list[Beat] = []
 
     async def work(debt: Debt, scope: contextlib.AsyncExitStack) -> Event:
-        scope.callback(closed.append, "closed")
+        scope.callback(said.append, "closed")
+        said.append("begun")
         await asyncio.sleep(60)
         return began(1)
 
@@ -133,13 +134,13 @@ async def test_a_contradiction_halts_and_names_the_sequence(streams: MemoryStrea
     role = Scripted(lambda world, now: [Debt(key="k", effect=Work())] if world.incarnation else [], work)
     await put(journal, opened())
     async with running(journal, role) as found:
-        await quiet(0.05)
+        await until(lambda: said == ["begun"])
         await put(journal, began(4), target(1, "c1"), began(5))
         await until(lambda: bool(found.halted))
         assert "event 3 TargetPersisted" in found.halted
         assert (found.world.seq, starts(found.world)) == (2, 4)
         assert [r.seq for batch in role.batches for r in batch] == [1, 2]
-        await until(lambda: closed == ["closed"])
+        await until(lambda: said == ["begun", "closed"])
         await journal.beats(beats.append)
         asked = len(role.asked)
         await until(lambda: bool(beats))

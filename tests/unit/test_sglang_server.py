@@ -85,6 +85,7 @@ async def test_who_waits_for_a_server_hears_that_it_is_starting_and_when_it_is_g
     monkeypatch.setattr(launch, "SAY_S", 0.1)
     caplog.set_level("INFO")
     process = Process(["-c", "import time; print('loading', flush=True); time.sleep(60)"], {}, tmp_path / "e0.log")
+    wait_for(lambda: "loading" in process.last_words())
     with pytest.raises(Unavailable, match=r"(?s)did not come up within 1 s \(inference.start-s\).*loading"):
         await process.ready(Client("http://127.0.0.1:1", ""), 1.0)
     process.end()
@@ -136,9 +137,9 @@ async def test_a_look_waits_as_long_as_a_server_may_be_silent() -> None:
     with socket.create_server(("127.0.0.1", 0)) as mute:
         client = Client(f"http://127.0.0.1:{mute.getsockname()[1]}", "")
         watching = asyncio.create_task(silent(client, "server_info", 0.01, 1.0))
+        mute.setblocking(False)
+        asked = await asyncio.get_running_loop().sock_accept(mute)
         await asyncio.sleep(0.5)
-        mute.settimeout(0)
-        asked = [mute.accept()[0]]
         with pytest.raises(BlockingIOError):
             mute.accept()
         assert "no sign of life for 1 s" in await watching

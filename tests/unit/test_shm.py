@@ -13,7 +13,6 @@ import socket
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
@@ -26,6 +25,7 @@ from reef_bus.transport import Offer, Ticket
 from reef_bus.transport import shm as module
 from reef_bus.transport.door import Answer, Hello
 from reef_bus.transport.shm import ShmTransport
+from tests.loop import until
 from tests.transfers import BIG, PUBLICATION, fails, message, offered, pieces, receive, run, segments, works
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="memfd is Linux's")
@@ -196,12 +196,12 @@ def test_no_room_for_a_mapping(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_offer_cancelled_while_it_writes_stops_writing_and_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    written, began, write = [], threading.Event(), os.pwrite
+    written, began, may_end, write = [], threading.Event(), threading.Event(), os.pwrite
 
     def slow(*slice_: Any) -> int:
         written.append(slice_)
         began.set()
-        time.sleep(0.05)
+        assert may_end.wait(10)
         return write(*slice_)
 
     async def story() -> None:
@@ -209,16 +209,21 @@ def test_an_offer_cancelled_while_it_writes_stops_writing_and_leaves_nothing(mon
         with monkeypatch.context() as patch:
             patch.setattr(os, "pwrite", slow)
             offer = asyncio.create_task(transport.offer(describe(source), source, publication=PUBLICATION, attempt=1))
-            await asyncio.to_thread(began.wait, 2)
+            await until(began.is_set)
             offer.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await offer
-            await asyncio.sleep(0.2)
-            assert len(written) <= 2  # of seven
-            assert segments() == set()
+            may_end.set()
+            await until(lambda: not segments())
+            assert len(written) == 1  # of seven
         await works(transport, source)
 
     run(story())
+
+
+def named(what: str) -> str:
+    """An address that no other run of these tests has."""
+    return f"reef-bus-{what}-{os.getpid()}"
 
 
 @contextlib.asynccontextmanager
@@ -233,9 +238,10 @@ async def passing(descriptor: int | None) -> AsyncIterator[Ticket]:
         await reader.read()
         writer.close()
 
-    server = await asyncio.start_unix_server(once, "\0reef-bus-strange")
+    address = named("strange")
+    server = await asyncio.start_unix_server(once, f"\0{address}")
     async with server:
-        yield Ticket("shm", "reef-bus-strange", "")
+        yield Ticket("shm", address, "")
     await asyncio.sleep(0.01)
 
 
@@ -253,15 +259,16 @@ def test_what_is_no_segment_is_not_mapped(what: str) -> None:
 
 def test_a_door_with_a_full_queue_is_waited_for_and_no_longer_than_the_deadline() -> None:
     async def story() -> None:
+        address = named("full")
         with contextlib.ExitStack() as stack, socket.socket(socket.AF_UNIX) as listener:
-            listener.bind("\0reef-bus-full")
+            listener.bind(f"\0{address}")
             listener.listen(0)
             with contextlib.suppress(BlockingIOError):
                 while True:
                     waiting = stack.enter_context(socket.socket(socket.AF_UNIX))
                     waiting.setblocking(False)
-                    waiting.connect("\0reef-bus-full")
-            ticket = Ticket("shm", "reef-bus-full", "")
-            await fails("stalled", receive(ShmTransport(), ticket, describe(pieces(1)), pieces(0), stall_s=0.3))
+                    waiting.connect(f"\0{address}")
+            ticket = Ticket("shm", address, "")
+            await fails("stalled", receive(ShmTransport(), ticket, describe(pieces(1)), pieces(0), stall_s=0.3), 1.5)
 
     run(story())

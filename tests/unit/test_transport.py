@@ -36,14 +36,14 @@ from tests.transfers import (
     works,
 )
 
-STALL_S = {"tcp": 0.2, "shm": 0.2, "torch": 1.0, "ucx": 1.0}
-"""The senders'. To make a process group, or a worker of UCX, takes a while on a machine busy with other tests."""
+STALL_S = 1.0
+"""The senders'. Everything takes a while on a machine busy with other tests."""
 
 
 @pytest.fixture(params=params(DOORS))
 def transport(request: pytest.FixtureRequest, tmp_path: Path) -> Transport:
     loaded(request.param)
-    return transports(ArtifactStore(tmp_path), stall_s=STALL_S[request.param])[request.param]
+    return transports(ArtifactStore(tmp_path), stall_s=STALL_S)[request.param]
 
 
 @pytest.mark.parametrize("ending", ["closed", "killed"])
@@ -88,7 +88,7 @@ def test_strangers_do_not_disturb_an_offer(transport: Transport, first: bytes) -
             begun = time.monotonic()
             with contextlib.suppress(ConnectionResetError):
                 assert await reader.read() == b""
-            assert time.monotonic() - begun < 3 * STALL_S[transport.name]
+            assert time.monotonic() - begun < 3 * STALL_S
             writer.close()
             await receive(transport, offer.ticket, describe(pieces(7)), pieces(0))
 
@@ -107,7 +107,7 @@ def test_peer_stopped_in_the_middle_counts_from_the_last_progress() -> None:
     async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await hear(reader)
         writer.write(message(msgspec.json.encode(Answer())))
-        for _ in range(4):
+        for _ in range(7):
             writer.write(b"four")
             await asyncio.sleep(0.2)
         await reader.read()
@@ -116,10 +116,10 @@ def test_peer_stopped_in_the_middle_counts_from_the_last_progress() -> None:
         seen: list[int] = []
         async with strange_sender("tcp", talk) as ticket:
             transfer = receive(
-                TcpTransport(), ticket, describe(pieces(7)), pieces(0), stall_s=0.3, progress=seen.append
+                TcpTransport(), ticket, describe(pieces(7)), pieces(0), stall_s=1.0, progress=seen.append
             )
-            await fails("stalled", transfer, within_s=1.4)
-        assert seen[-1] == 16  # slow is not stopped: 0.6 s of drops passed the deadline of 0.3 s
+            await fails("stalled", transfer)
+        assert seen[-1] == 28  # slow is not stopped: 1.2 s of drops passed the deadline of 1 s
 
     run(story())
 

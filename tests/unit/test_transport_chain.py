@@ -150,9 +150,12 @@ async def said(reader: asyncio.StreamReader) -> bytes:
 async def neighbour(
     sending: Sending, says: Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 ) -> AsyncIterator[None]:
-    """A receiver that came first, takes nothing, and treats who is sent to it as `says` does."""
+    """A receiver that came first, takes nothing, and treats who is sent to it as `says` does. Somebody has to be."""
+    came = False
 
     async def treat(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal came
+        came = True
         with contextlib.suppress(ConnectionError), contextlib.closing(writer):
             await says(reader, writer)
 
@@ -165,6 +168,7 @@ async def neighbour(
             await loop.sock_sendall(sock, sending.hello(serves=f"{host}:{port}"))
             assert await loop.sock_recv(sock, 4)
             yield
+            assert came
 
 
 async def silence(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -221,11 +225,11 @@ async def test_the_time_that_hashing_takes_is_nobodys_silence(
     sending: Sending, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def slow(view: memoryview) -> str:
-        time.sleep(0.4)
+        time.sleep(0.6)
         return xxh3_128_hexdigest(view)
 
     monkeypatch.setattr("reef_bus.transport.tcp.xxh3_128_hexdigest", slow)
-    both = (sending.receive(stall_s=0.5) for _ in range(2))
+    both = (sending.receive(stall_s=1.0) for _ in range(2))
     assert await asyncio.gather(*both) == [True] * 2
 
 

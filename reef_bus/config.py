@@ -71,6 +71,7 @@ OPTIONS = {
         "nothing: the agent gives it",
     ),
     "model-checksum": "nothing: what is loaded is proven",
+    "tokenizer-worker-num": "nothing: each of several would name another version",
 }
 """SGLang's options that `inference.options` may not name, and the key that stands for each."""
 LONGEST_LOAD_ID = f"{'f' * 32}:{10**12}"  # that any deployment will see

@@ -103,7 +103,8 @@ def test_what_no_server_can_be_started_with_is_refused_with_its_key(
 
 # -- a server that is borrowed
 
-AS_CONFIGURED = {"tp_size": 1, "dtype": "auto", "disable_radix_cache": True, "disable_overlap_schedule": True}
+AS_CONFIGURED = {"tp_size": 1, "tokenizer_worker_num": 1, "dtype": "auto"}
+AS_CONFIGURED |= {"disable_radix_cache": True, "disable_overlap_schedule": True}
 TAKES = {"enable_lora": True, "max_loaded_loras": None, "max_lora_rank": 8, "lora_target_modules": ["q_proj", "v_proj"]}
 TAKES_NONE = {"enable_lora": None, "max_loaded_loras": None, "max_lora_rank": None, "lora_target_modules": None}
 TWO = Adapters(scenarios=("red",), rank=8, targets=("q_proj", "v_proj"))
@@ -114,6 +115,7 @@ TWO = Adapters(scenarios=("red",), rank=8, targets=("q_proj", "v_proj"))
     [
         ({}, ""),
         ({"tp_size": 2}, "has 2 ranks: set inference.tensor-parallel-size"),
+        ({"tokenizer_worker_num": 2}, "has tokenizer workers that each name another version"),
         ({"dtype": "bfloat16"}, "was started with --dtype bfloat16: set inference.dtype"),
         ({"disable_radix_cache": False}, "has a prefix cache: set inference.prefix-cache"),
         ({"disable_overlap_schedule": False}, "counts a token to the wrong version"),

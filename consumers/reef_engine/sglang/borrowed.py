@@ -29,6 +29,7 @@ class Info(msgspec.Struct, frozen=True):
     """What we read of its /server_info. None of it may be missing: what we would take for it need not be so."""
 
     tp_size: int
+    tokenizer_worker_num: int
     dtype: str
     disable_radix_cache: bool
     disable_overlap_schedule: bool
@@ -78,6 +79,8 @@ def _differs(said: Info, inference: Inference, *, spans: bool) -> str:
     """What the configuration says otherwise, and how to set it right."""
     if said.tp_size != inference.tensor_parallel_size:
         return f"has {said.tp_size} ranks: set inference.tensor-parallel-size"
+    if said.tokenizer_worker_num != 1:
+        return "has tokenizer workers that each name another version: start it without --tokenizer-worker-num"
     if said.dtype != inference.dtype:
         return f"was started with --dtype {said.dtype}: set inference.dtype"
     if not inference.prefix_cache and not said.disable_radix_cache:

@@ -198,12 +198,12 @@ async def test_looking_for_an_artifact_keeps_nothing_else_of_the_engine_waiting(
 async def test_one_artifact_is_looked_for_at_a_time_however_many_are_damaged(tmp_path: Path) -> None:
     """A store that hangs would else take every thread, and nothing would generate any more. A look that was given up is
     in its thread still."""
-    beside, reads, most, all_ = Beside(tmp_path), [0], [0], [0]
+    beside, reads, most, total = Beside(tmp_path), [0], [0], [0]
     effect = beside.effect(publication="")
 
     def hang(digest: str) -> bytes:
         reads[0] += 1
-        all_[0] += 1
+        total[0] += 1
         most[0] = max(most[0], reads[0])
         time.sleep(0.1)
         reads[0] -= 1
@@ -215,7 +215,7 @@ async def test_one_artifact_is_looked_for_at_a_time_however_many_are_damaged(tmp
     await until(lambda: reads[0] > 0, 5)
     first.cancel()
     assert reads == [1], "it is in its thread still"
-    await until(lambda: all_[0] > 3)
+    await until(lambda: total[0] > 3)
     for task in others:
         task.cancel()
     await asyncio.gather(first, *others, return_exceptions=True)

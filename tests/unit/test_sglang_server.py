@@ -314,7 +314,6 @@ class Foreign(http.server.BaseHTTPRequestHandler):
     """What stands between us and a server: `said` to every call."""
 
     said: ClassVar[tuple[int, bytes]]
-
     paths: ClassVar[list[str]]
     elsewhere: ClassVar[str]
 
@@ -393,6 +392,7 @@ def test_an_answer_that_is_none_proves_nothing_and_is_no_defect_of_ours(foreign:
         ((200, b"<html>Sign in</html>"), 503),
         ((200, b"{}"), 503),
         ((200, b""), 503),
+        ((200, msgspec.json.encode(said((3,), type="length")).replace(b"[3]", b"[4]")), 503),
     ],
 )
 async def test_what_says_nothing_of_a_prompt_is_not_held_against_it(

@@ -116,15 +116,16 @@ class SGLangEngine(ContinuousBackend):
     @contextlib.contextmanager
     def _undisturbed(self) -> Iterator[None]:
         """Others may ask a borrowed server: what they have in hand stops meanwhile, and is then computed anew."""
-        if self.borrowed and not self._halted:
+        if self._halted:
+            yield
+        elif self.borrowed:
             self.client.post("pause_generation", requests.pause_generation("retract"))
             try:
                 yield
             finally:
                 self.client.post("continue_generation", requests.continue_generation())
         else:
-            if not self._halted:
-                self._wait_until_idle()
+            self._wait_until_idle()
             yield
 
     def _wait_until_idle(self) -> None:
@@ -279,11 +280,16 @@ def _body(prompt: Prompt, rid: str | None = None) -> requests.Body:
     )
 
 
+def _no_answer(why: object) -> Rejected:
+    """Which is the server's fault, and not the prompt's."""
+    return Rejected(f"SGLang's answer is not one: {why}", 503)
+
+
 def _answer(prompt: Prompt, said: bytes) -> Answer:
     try:
         return _read(prompt, msgspec.json.decode(said))
     except msgspec.DecodeError as error:
-        raise Rejected(f"SGLang's answer is not one: {error}", 503) from error
+        raise _no_answer(error) from error
 
 
 def _read(prompt: Prompt, said: Any) -> Answer:
@@ -295,9 +301,9 @@ def _read(prompt: Prompt, said: Any) -> Answer:
         versions = tuple((str(span["version"]), span["end"] - span["start"]) for span in meta["weight_versions"])
         reason = _reason(ids, meta["finish_reason"])
     except (KeyError, TypeError, ValueError) as error:
-        raise Rejected(f"SGLang's answer is not one: {error!r}", 503) from error
+        raise _no_answer(repr(error)) from error
     if tuple(token for _, token in logprobs) != ids or not all(math.isfinite(logprob) for logprob, _ in logprobs):
-        raise Rejected("SGLang's answer is not one: its logprobs are not those of its tokens")
+        raise _no_answer("its logprobs are not those of its tokens")
     given = tuple(logprob if prompt.temperature else 0.0 for logprob, _ in logprobs)
     return Answer(Completion(ids=ids, logprobs=given, finish_reason=reason), versions)
 
